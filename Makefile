@@ -41,7 +41,7 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 	@mkdir -p runs
 	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --num-envs 64 --out $(FOUND)-search \
 		> $(FOUND)-search.log 2>&1 & search=$$!; \
-	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS) || { kill $$search; exit 1; }; \
+	$(BIN)/esper train --preset learn --seed $(SEED) --out $(FOUND) $(ARGS) || { kill $$search; exit 1; }; \
 	wait $$search || { cat $(FOUND)-search.log >&2; exit 1; }; \
 	cat $(FOUND)-search.log
 	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \

@@ -33,12 +33,12 @@ from rich.console import Console
 from torch import Tensor
 
 import null_control_step
-from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.kasmina.parameters import stacked_layers
+from esper.kasmina.hosts.cnn import max_pool_2x2
+from esper.kasmina.parameters.stacking import StackedConv2d
 from esper.tamiyo import heads
-from esper.tamiyo.recurrence import lstm_sequence
+from esper.tamiyo.network import lstm_sequence
 from esper.telemetry.machine import environment
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
 from paired import Row, compare, comparisons, cpu_ms, row_of, wall_ms
 
@@ -102,7 +102,7 @@ def pointwise(options: Options) -> list[Row]:
     for inputs, outputs in ((1, 8), (8, 8), (8, 16)):
         x = torch.randn(32 * options.hosts, inputs, 8, 8, requires_grad=True)
         weight = torch.randn(options.hosts, outputs, inputs, 1, 1, requires_grad=True)
-        layer = stacked_layers.StackedConv2d(inputs, outputs, 1, bias=False)
+        layer = StackedConv2d(inputs, outputs, 1, bias=False)
         layer._parameters["weight"] = weight
 
         def grouped(x: Tensor = x, weight: Tensor = weight) -> Tensor:

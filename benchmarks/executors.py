@@ -30,7 +30,7 @@ from rich.console import Console
 
 from esper.telemetry.machine import environment
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import BLOCKS, CPU, DIGITS_SHAPE, IMAGES, GrownHosts, Shape
 from paired import Row, compare, comparisons
 from peak import GEMM, flop_of_training, gemm_peak

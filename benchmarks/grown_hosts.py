@@ -17,25 +17,24 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.checkpoint_tree import StateTree
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.tensor_dataclass import StateTree, tree_map
 from esper.leyline.tensor_dataclass import replace as changed
-from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification, NextToken
+from esper.tasks.losses import Classification, NextToken
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig, ExecutorChoice
+from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, TrainPass, ValidationPass, empty_structure
-from esper.tolaria.executors.sharded.executor import ShardedExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.sharded import ShardedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 
 CPU = torch.device("cpu")
 CLASSES = 10

@@ -29,9 +29,9 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.population import Population
 from esper.leyline.stages import Algorithm
 from esper.telemetry.machine import environment
-from esper.tolaria.config import ExecutorChoice
+from esper.tolaria.engine_config import ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import CPU, IMAGES, TEXT, TEXT_DROPOUT, Shape, SharedHosts, TextShape, task_of
 from paired import wall_ms
 from plain_nets import Blend, Data, Grown, PlainCNN, PlainLoops, PlainTransformer

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.runs.build import compiled_reward
+from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
 from esper.telemetry.machine import environment
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
 from reference.rewards.golden import kernel_arguments
@@ -110,11 +110,11 @@ def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
 
 def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
     """The forms by name, as functions without arguments; called once, so that they are compiled."""
-    rows, config = arbitrary_rows(count), RewardConfig()
+    rows, config = arbitrary_rows(count), RewardConfig(mode="shaped")
     given = kernel_arguments(rows) | {
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip
-    del given["drip_scales"], given["drip_contributions"]
+    del given["deferred_scales"], given["deferred_contributions"]
     found: dict[str, Callable[[], object]] = {
         "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # discards the results
         "eager": lambda: compute_reward_batched(**given),

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from esper.cpp.build import compiler
 from esper.telemetry.machine import environment
-from esper.tolaria.config import ExecutorChoice
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.engine_config import ExecutorChoice
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import BLOCKS, CPU, DIGITS_SHAPE, IMAGES, Shape, SharedHosts
 from paired import Row, compare, comparisons, wall_ms
 

@@ -8,7 +8,7 @@ from torch import nn
 import esper
 
 
-@esper.register_blueprint(family="cnn", birth={"2.weight": 0.0, "2.bias": 0.0})
+@esper.register_blueprint(family="cnn", init={"2.weight": 0.0, "2.bias": 0.0})
 def dilated(channels: int) -> nn.Module:
     """A dilated 3x3 convolution and a 1x1 convolution that starts at zero, so a new seed changes nothing."""
     return nn.Sequential(

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import esper
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.tamiyo.scripted import NoMemory, canonical_action
 
 

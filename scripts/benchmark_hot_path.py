@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper.leyline.errors import ConfigError, EsperError
-from esper.runs.build import dataset_of
+from esper.runs.assembly.assemble import dataset_of
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device
 from measured_rounds import RoundCost, Setting, Subject, alternating, configured, percentile

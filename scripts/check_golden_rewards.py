@@ -96,7 +96,7 @@ def features_of(case: dict[str, Any]) -> set[str]:
     paid = {f"pays {name} {'+' if v > 0 else '-'}" for name, v in case.get("components", {}).items() if v}
     stage, op = x.stage if x.has_seed else 0, f"op {x.action}"
     features = {f"{op} stage {stage}", f"{op} end {x.last_step}", f"preset {case.get('preset')}"}
-    features |= {f"g {_range(x.counterfactual_improvement)}", f"pools {len(x.drip_pools)}"}
+    features |= {f"g {_range(x.counterfactual_improvement)}", f"pools {len(x.deferred_pools)}"}
     if "bounded_attribution" in case.get("components", {}):
         features |= {f"{op} c {_range(x.seed_contribution)}", f"p {_range(x.total_improvement)}"}
     return features | paid | _clocks(x) | ({"opens a pool"} if "new_drip" in case else set())

@@ -31,15 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 from esper.leyline.errors import EsperError
-from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs.build import baseline_of, device_of, engine_of, learner_of, reward_of
-from esper.runs.config import RunConfig
-from esper.runs.outcomes import SEED_OFFSET
-from esper.runs.presets import resolve
+from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.runs.assembly.assemble import baseline_of, device_of, engine_of, learner_of, reward_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation.outcomes import SEED_OFFSET
 from esper.runs.report import objective_of
-from esper.simic.client import SimicClient
+from esper.simic.client import ScriptedClient, SimicClient
 from esper.simic.rewards.objective import objective_value
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null

@@ -26,14 +26,13 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 from esper.runs import events, report
-from esper.runs.build import assemble, device_of
-from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
-from esper.runs.record_rows import record_writer
+from esper.runs.assembly.assemble import assemble, device_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain
 from esper.runs.records import Records
-from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
@@ -162,11 +161,9 @@ class Subject:
             screen = RunConsole(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
-            spec, record = self.engine.spec, record_writer(folder, self.engine.spec, self.client.terms)
-            self._records = Records(self._directory, self._listeners, spec, config.reward, record=record)
-            self._open.callback(record.close)
-            self._record = record
-            self.engine.on_step = self._records.step
+            spec, terms = self.engine.spec, self.client.terms
+            self._records = Records(self._directory, self._listeners, spec, config.reward, terms)
+            self.engine.listeners.append(self._records.step)
 
     def __enter__(self) -> "Subject":
         return self
@@ -195,9 +192,8 @@ class Subject:
             self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend(), self.config.reward))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
             line = report.round_line(stats, cost, metrics, self.config.reward)
-            self._directory.write_metrics(line)
+            self._directory.write_metrics(line | {"record": self._records.write_parts()})
             self._listeners.write("round", line)
-            self._record.round_ended()
         ended = time.perf_counter()
         phases = {name: ms / 1e3 for name, ms in engine.timer.read().items()}
         phases[OUTSIDE] = max(rolled - marks[1] - sum(phases.values()), 0.0)

@@ -32,10 +32,10 @@ from matplotlib.patches import Patch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.messages import RewardInputs
 from esper.leyline.stages import SeedStage
-from esper.runs.build import engine_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import canonical_action

@@ -27,16 +27,17 @@ from rich.table import Table
 
 from esper.kasmina.rules import lifecycle
 from esper.leyline.errors import EsperError
-from esper.runs.build import baseline_of
-from esper.simic.agent import policy_step, ppo, rollout_buffer
+from esper.runs.assembly.assemble import baseline_of
+from esper.simic import client as learner
+from esper.simic.agent import ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.client import SimicClient
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
 from esper.tolaria import governor, phases
-from esper.tolaria.executors.fused import executor as fused
+from esper.tolaria.executors import fused
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.optimizer_step import StackedOptimizer
+from esper.tolaria.executors.training import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
 from measured_rounds import Setting, Subject, configured, percentile
 from operator_counts import most_expensive_operators, operators_by_phase, operators_of, print_functions
@@ -92,9 +93,9 @@ OF_EVERY_TASK = (
     Operation("reward step", SimicClient, "step"),
     Operation("guards and masks", phases, "legal_ops"),
     Operation("governor", governor, "check"),
-    Operation("observation", policy_step, "features_of"),
+    Operation("observation", learner, "features_of"),
     Operation("policy act", SimicClient, "act"),
-    Operation("sampling", policy_step, "sample_heads"),
+    Operation("sampling", learner, "sample_heads"),
     Operation("execute", lifecycle, "apply_ops"),
     Operation("tick", lifecycle, "tick"),
     Operation("buffer store", SimicClient, "store"),

@@ -36,18 +36,17 @@ and may use 1 GiB of memory.
 
 | file | content |
 |---|---|
-| `record/steps-*.parquet` | one row per step and host: `steps`, `decisions`, and the terms of `rewards` |
-| `record/slots-*.parquet` | one row per step and seed: `slots`, and from it `seeds` |
-| `record/coalitions-*.parquet` | one row per measured set of seeds |
-| `record/about.json` | versions, machine, names, time of the start |
-| `metrics.jsonl` | one line per round: `rounds`, `updates` |
+| `record/steps-NNNNNN.parquet` | one row per step and host: `steps`, `decisions`, and the terms of `rewards` |
+| `record/slots-NNNNNN.parquet` | one row per step and seed: `slots`, and from it `seeds` |
+| `record/coalitions-NNNNNN.parquet` | one row per measured set of seeds |
+| `about.json` | format of the run, versions, machine, names, time of the start |
+| `metrics.jsonl` | one line per round: `rounds`, `updates`; SHA-256 of the parts of the round |
 | `events.jsonl` | one line per event: `episodes` |
 
-A thread of its own writes a part at the end of a round, at most every ten seconds or every hundredth of the run. A
-killed run loses the steps since the last part; metrics and events are not affected. A disk that is too slow or full
-costs steps, never the run; the last lines of the run count them. The name of a part holds its first and last round and
-step, the version of the schema and its CRC-32. A part that is damaged or missing is named, and all others are shown. A
-resume removes the rows after its checkpoint.
+The parts of a round are written when it ends, or when the run is stopped within it, before the checkpoint that counts
+them; a disk that refuses them ends the run, which continues from its newest checkpoint. A resume deletes the parts of
+rounds after its checkpoint, so that a run has every step of its rounds exactly once. A part that is damaged or missing
+is named, and all others are shown. A run of another format is refused with the version that wrote it.
 
 ## Tables
 

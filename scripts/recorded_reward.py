@@ -6,8 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.leyline.protocols import RewardProtocol
+from esper.leyline.messages import RewardInputs, RewardOutput, RewardProtocol
 
 
 @final

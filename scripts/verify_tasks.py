@@ -21,14 +21,14 @@ import tyro
 from rich.console import Console
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import TEMPO_TICKS, LifecycleOp
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
-from esper.leyline.protocols import StateTree
 from esper.leyline.stages import HostFamily
+from esper.leyline.tensor_dataclass import StateTree
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import canonical_action
@@ -37,8 +37,8 @@ from esper.tasks.datasets import Dataset, Split, data_label
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.telemetry.machine import environment
 from esper.tolaria.build import build_engine, load_dataset
-from esper.tolaria.config import EngineConfig, ExecutorChoice
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.runtime import choose_device, host_read
 from esper.tolaria.state import StepReport
 from script_report import write_result

@@ -1,6 +1,6 @@
 r"""Draws the pictures and writes the tables of docs/results.md from runs and their comparison.
 
-    esper train --preset learn --seed 1 --run-dir runs/learn-1      (and 2, 3)
+    esper train --preset learn --seed 1 --out runs/learn-1      (and 2, 3)
     esper search mixed_digits --preset learn --seed 1 --out runs/search-1
     esper evaluate runs/learn-1 runs/learn-2 runs/learn-3 ... --num-envs 128 --out runs/evaluation
     python scripts/write_results.py runs/evaluation/evaluation.json runs/learn-1 runs/learn-2 runs/learn-3 \
@@ -28,10 +28,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from esper.telemetry.record import open_record
+from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, dress, seed_lanes
-from esper.telemetry.report.hosts import round_of
-from esper.telemetry.report.views import rounds_of
+from esper.telemetry.report.payloads import round_of, rounds_of
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- write_results: begin -->", "<!-- write_results: end -->")

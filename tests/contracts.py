@@ -13,17 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
 from esper.leyline.errors import CheckpointError
-from esper.leyline.messages import Observation, RewardInputs, StoredStep
-from esper.leyline.protocols import EngineSpec, EpisodeReward, PolicyProtocol, RewardProtocol
+from esper.leyline.messages import (
+    EngineSpec,
+    EpisodeReward,
+    Observation,
+    PolicyProtocol,
+    RewardInputs,
+    RewardProtocol,
+    StoredStep,
+)
 from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, row
 from esper.tolaria.coalitions import enumerate_coalitions
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor, empty_structure
 from tiny import CPU, bit_equal, same_tree
 from toys import ToyClient, ToyExecutor, action, script

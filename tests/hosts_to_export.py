@@ -10,7 +10,7 @@ import tiny
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.running_seeds import running_seeds
+from esper.tolaria.executors.training import running_seeds
 from esper.tolaria.state import RolloutStats
 from toys import ToyClient
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.leyline.random import Stream, permutation
 from esper.leyline.stages import Algorithm, HostFamily
 from tiny import BATCH, CHANNELS, CLASSES, SGD, SLOTS, Bench

@@ -15,7 +15,8 @@ import duckdb
 import numpy as np
 
 from esper.leyline.actions import LifecycleOp
-from esper.telemetry.record.parts import RECORD, Rows, write_about, write_part
+from esper.telemetry.record.writer import Rows, write_part
+from esper.telemetry.run_directory import ABOUT, FORMAT, RECORD
 from esper.telemetry.serve.app import server_of
 from esper.telemetry.serve.guard import Access
 from esper.telemetry.serve.sources import Runs
@@ -36,7 +37,9 @@ def write_run(path: Path, *, hosts: int = 3, steps: int = 8, rounds: int = 2, fi
     started = {"kind": "run_started", "slots": SLOTS, "reward": "objective", "host_params": 100, "device": "cpu"}
     (path / "events.jsonl").write_text(json.dumps(started) + "\n")
     (path / "metrics.jsonl").touch()
-    write_about(path / RECORD, {"version": "0.1.0", "terms": ["potential", "rent"]})
+    about = {"format": FORMAT, "version": "0.1.0", "terms": ["potential", "rent"]}
+    (path / ABOUT).write_text(json.dumps(about))
+    (path / RECORD).mkdir()
     for number in range(1, rounds + 1):
         add_round(path, number, hosts=hosts, steps=steps)
     if finished:
@@ -46,8 +49,7 @@ def write_run(path: Path, *, hosts: int = 3, steps: int = 8, rounds: int = 2, fi
 
 def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8, parts: bool = True) -> None:
     """What a training writes at the end of a round; the parts of the record may come later."""
-    if parts:
-        add_parts(path, number, hosts, steps)
+    digests = add_parts(path, number, hosts, steps) if parts else {}
     results = {"objective": 10.0 * number, "committed_accuracy": 50.0, "growth_ratio": 1.5, "live_accuracy": 51.0}
     with (path / "events.jsonl").open("a") as file:
         for host in range(hosts):
@@ -58,12 +60,12 @@ def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8, parts:
     line = {"round": number, "objective_mean": 10.0 * number, "objective_std": 1.0, "committed_accuracy_mean": 50.0,
             "growth_ratio_mean": 1.5, "live_accuracy_mean": 51.0, "shaped_return": 2.0, "rollbacks": 0, "ops": ops,
             "env_steps": hosts * steps, "seconds": 2.0, "update_seconds": 0.5,
-            "approx_kl": 0.2 if number == 2 else 0.01}  # fmt: skip
+            "record": digests, "approx_kl": 0.2 if number == 2 else 0.01}  # fmt: skip
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def add_parts(path: Path, number: int, hosts: int, steps: int) -> None:
+def add_parts(path: Path, number: int, hosts: int, steps: int) -> dict[str, str]:
     t, host = (grid.ravel() for grid in np.meshgrid(np.arange(1, steps + 1), np.arange(hosts)))
     place = {"round": np.full_like(t, number), "t": t, "host": host}
     middle = steps // 2
@@ -86,12 +88,12 @@ def add_parts(path: Path, number: int, hosts: int, steps: int) -> None:
     sets = {name: np.tile(column[last], 2) for name, column in place.items()}
     sets |= {"members": np.repeat([0, 1], hosts), "accuracy": np.repeat([30.0, 45.0], hosts)}
     with duckdb.connect(":memory:", config={"threads": 1}) as database:
-        for kind, values, labels in (
-            ("steps", columns, {"op": OPS, "slot": SLOTS, "blueprint": ["norm"]}),
-            ("slots", seeds, {"slot": SLOTS, "stage": STAGES, "blueprint": ["norm"]}),
-            ("coalitions", sets, {"members": ["", "s0"]}),
-        ):
-            write_part(path / RECORD, Rows(kind, values, labels), (number, 1), (number, steps), database)
+        kinds = (
+            Rows("steps", columns, {"op": OPS, "slot": SLOTS, "blueprint": ["norm"]}),
+            Rows("slots", seeds, {"slot": SLOTS, "stage": STAGES, "blueprint": ["norm"]}),
+            Rows("coalitions", sets, {"members": ["", "s0"]}),
+        )
+        return {rows.kind: write_part(path / RECORD, rows, number, 1, database) for rows in kinds}
 
 
 @contextmanager

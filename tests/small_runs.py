@@ -76,7 +76,7 @@ def interrupted_at(round: int, t: int, *numbers: int) -> Iterator[None]:
 
 def train(path: Path, kind: str = "null", rounds: int = 3, *more: str) -> int:
     """`esper train` with a new run directory; returns the exit code."""
-    return main(["train", "--rounds", str(rounds), "--run-dir", str(path), *OPTIONS[kind], *more])
+    return main(["train", "--rounds", str(rounds), "--out", str(path), *OPTIONS[kind], *more])
 
 
 def resume(path: Path, *more: str) -> int:

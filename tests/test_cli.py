@@ -18,7 +18,7 @@ import torch
 
 import small_runs
 from esper.cli import main
-from esper.runs.training import why_chosen
+from esper.runs.training.runner import why_chosen
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_digits_from_the_first_round_to_the_comparison(folder, capfd):
     size = ["--num-envs", "2", "--episode-length", "3", "--rounds", "2"]
     assert main(["train", *size, "--seed", "3"]) == 0
     out, err = capfd.readouterr()
@@ -74,7 +74,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert "cost: 4 trainings of 3 steps with" in err  # two controllers, each on two hosts
 
 
-def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> None:
+def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder):
     size = ["--task", "null", "--num-envs", "1", "--episode-length", "1", "--rounds", "1"]
     for _ in range(3):
         assert main(["train", *size]) == 0
@@ -82,21 +82,19 @@ def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> No
     assert names == ["null-quickstart-s0", "null-quickstart-s0-2", "null-quickstart-s0-3"]
 
 
-def test_values_come_from_file_and_options(folder: Path) -> None:
+def test_values_come_from_file_and_options(folder):
     (folder / "mine.toml").write_text(
         'task = "null"\nepisode_length = 3\nnum_envs = 2\nrounds = 9\n[ppo]\nupdate_epochs = 1\n'
     )
     options = ["--rounds", "1", "--set", "ppo.lr=1e-3", "device=cpu", "--set", "lifecycle.sequential=false"]
-    assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--run-dir", "run"]) == 0
+    assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--out", "run"]) == 0
     config = tomllib.loads((folder / "run" / "config.toml").read_text())
     assert (config["episode_length"], config["num_envs"], config["rounds"]) == (3, 2, 1)
     assert (config["ppo"]["lr"], config["ppo"]["update_epochs"], config["lifecycle"]["sequential"]) == (1e-3, 1, False)
     assert (config["device"], config["reward"]["mode"]) == ("cpu", "sparse")
 
 
-def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(folder, capfd, monkeypatch):
     monkeypatch.delenv("ESPER_DATA", raising=False)
     (folder / "more.py").write_text(
         "import tiny\nfrom esper.tasks import register_task\nregister_task(tiny.task(name='task_to_be_listed'))\n"
@@ -118,7 +116,7 @@ def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
     assert "data folder: none; name one with --data-dir" in capfd.readouterr().out
 
 
-def test_one_task_is_drawn(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_task_is_drawn(capfd, monkeypatch):
     monkeypatch.delenv("ESPER_DATA", raising=False)
     assert main(["tasks", "cifar_baseline"]) == 0
     out = capfd.readouterr().out
@@ -132,8 +130,8 @@ def test_one_task_is_drawn(capfd: pytest.CaptureFixture[str], monkeypatch: pytes
         assert line in out
 
 
-def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", "heuristic", "--task", "null", "--num-envs", "2", "--episode-length", "5", "--json", "-"]
+def test_the_comparison_can_be_piped_as_json(folder, capfd):
+    arguments = ["evaluate", "heuristic", "--task", "null", "--num-envs", "2", "--episode-length", "5", "--json"]
     assert main(arguments) == 0
     found = json.loads(capfd.readouterr().out)
     assert {row["name"] for row in found["controllers"]} == {"heuristic", "wait_only"}
@@ -141,54 +139,24 @@ def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.Capture
     assert list(folder.iterdir()) == []
 
 
-def test_the_comparison_is_written_to_a_new_file_or_where_a_link_leads(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "old.json").write_text("old")
-    (folder / "old.json").chmod(0o640)
-    (folder / "link").symlink_to("old.json")
-    (folder / ".link.draft").symlink_to("mine")  # drafts were once named so
-    (folder / "mine").write_text("mine")
-    evaluate = ["evaluate", "wait_only", "--task", "null", "--num-envs", "1", "--episode-length", "2"]
-    for name in ("link", "new.json"):
-        assert main([*evaluate, "--json", name]) == 0
-    assert (folder / "link").is_symlink()
-    assert (folder / "old.json").stat().st_mode & 0o777 == 0o640
-    for name in ("old.json", "new.json"):
-        assert json.loads((folder / name).read_text())["task"] == "null"
-    assert (folder / "mine").read_text() == "mine"
-    assert main([*evaluate, "--json", "link", "--num-envs", "0"]) == 2  # and what cannot be done changes nothing
-    assert json.loads((folder / "old.json").read_text())["num_envs"] == 1
-    assert sorted(path.name for path in folder.iterdir()) == [".link.draft", "link", "mine", "new.json", "old.json"]
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 NULL = "train --task null "
 REFUSED = [
     ("train --task digit", "did you mean 'digits'?"),
-    ("train --preset smal", "did you mean 'small'?"),
     ("train --reward shapd", "did you mean 'shaped'?"),
     (NULL + "--set ppo.lx=3", "unknown key ppo.lx; did you mean 'lr'?"),
     (NULL + "--set lr=3", "did you mean ppo.lr?"),
-    (NULL + "--set ppo.lr=nan", "ppo.lr is nan"),
     (NULL + "--set nonsense", "is not an assignment; write --set NAME=VALUE"),
-    (NULL + "--set =3", "is not an assignment"),
     (NULL + "--set ppo.lr=1 ppo.lr.x=3", "lr is a value, not a table"),
-    (NULL + "--episode-length 0", "episode_length is 0"),
     (NULL + "--num-envs 0", "num_envs is 0"),
-    (NULL + "--rounds 0", "rounds is 0"),
     (NULL + "--device cuda:99", "use device 'cpu' or 'auto'"),
-    (NULL + "--device gpu", "it must be 'auto', 'cpu', 'cuda'"),
     (NULL + "--config ten.toml", 'rounds is "ten"; it must be a whole number'),
-    (NULL + "--config broken.toml", "not valid TOML"),
     (NULL + "--config unknown.toml", "unknown key ppo.learning_rat"),
-    (NULL + "--config nowhere.toml", "cannot be read"),
-    (NULL + "--run-dir folder", "exists already"),
-    (NULL + "--run-dir ten.toml", "exists already"),
-    (NULL + "--run-dir ten.toml/run", "cannot be created (Not a directory)"),
+    (NULL + "--out folder", "exists already"),
+    (NULL + "--out ten.toml", "exists already"),
+    (NULL + "--out ten.toml/run", "cannot be created (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
-    (NULL + "--plugins fails.py", "in line 2 of"),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
     ("train --task fashion_mnist --data-dir data", "truncated"),
@@ -203,12 +171,6 @@ REFUSED = [
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
-    ("evaluate random --task null --num-envs 0", "num_envs is 0"),
-    ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
-    ("evaluate random --task null --json folder", "is a folder; name another file"),
-    ("evaluate random --task null --json pipe", "is not a regular file; name another file"),
-    ("evaluate random --task null --json to_pipe", "is not a regular file; name another file"),
-    ("evaluate random --task null --json to_nothing", "is not a regular file; name another file"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
     ("tasks digit", "did you mean 'digits'?"),
 ]
@@ -220,12 +182,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crowded")
     (folder / "folder").mkdir()
     (folder / "ten.toml").write_text('rounds = "ten"\n')
-    (folder / "broken.toml").write_text("rounds = \n")
     (folder / "unknown.toml").write_text("[ppo]\nlearning_rat = 1\n")
-    (folder / "fails.py").write_text("x = 0\n1 / x\n")
-    os.mkfifo(folder / "pipe")
-    (folder / "to_pipe").symlink_to("pipe")
-    (folder / "to_nothing").symlink_to("missing")
     (folder / "data").mkdir()
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / "data" / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03abc")
@@ -233,9 +190,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
-def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
-    crowded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: str, said: str
-) -> None:
+def test_bad_input_is_refused_in_one_paragraph_and_changes_nothing(crowded, monkeypatch, capfd, arguments, said):
     monkeypatch.chdir(crowded)
     monkeypatch.delenv("ESPER_DATA", raising=False)
     before = contents(crowded)
@@ -258,9 +213,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
         ("evaluate random --num-envs many", "many"),
     ],
 )
-def test_options_that_do_not_exist_or_fit_are_refused(
-    folder: Path, capfd: pytest.CaptureFixture[str], arguments: str, said: str
-) -> None:
+def test_options_that_do_not_exist_or_fit_are_refused(folder, capfd, arguments, said):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert ended.value.code == 2
@@ -270,10 +223,10 @@ def test_options_that_do_not_exist_or_fit_are_refused(
     assert list(folder.iterdir()) == []
 
 
-def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_changed_by_a_resume_is_refused(folder, capfd):
     assert small_runs.train(folder / "run", "null", 1) == 0
     before = contents(folder)
-    for option in (["--seed", "3"], ["--run-dir", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
+    for option in (["--seed", "3"], ["--out", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
         assert small_runs.resume(folder / "run", *option) == 2
         assert "cannot be changed when a run is resumed" in capfd.readouterr().err
     assert main(["evaluate", "run", "--preset", "small"]) == 2
@@ -281,7 +234,7 @@ def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pyte
     assert contents(folder) == before
 
 
-def test_the_existing_run_of_that_name_is_not_touched(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_existing_run_of_that_name_is_not_touched(folder, capfd):
     assert small_runs.train(folder / "run", "null", 1) == 0
     before = contents(folder)
     assert small_runs.train(folder / "run", "null", 1) == 2
@@ -327,15 +280,13 @@ def uninterrupted(path: Path, rounds: int) -> None:
     """The same run as `LONG`, of `rounds` rounds, in this process and without a break."""
     arguments = list(LONG)
     arguments[arguments.index("400")] = str(rounds)
-    assert main([*arguments, "--run-dir", str(path)]) == 0
+    assert main([*arguments, "--out", str(path)]) == 0
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
-    folder: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
-) -> None:
+def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(folder, started, number):
     run = folder / "run"
-    process = started(*LONG, "--run-dir", str(run))
+    process = started(*LONG, "--out", str(run))
     wait_until(lambda: num_lines(run / "metrics.jsonl") >= 1, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
@@ -351,11 +302,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(
-    folder: Path, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(folder, started):
     run = folder / "run"
-    process = started(*LONG, "--run-dir", str(run))
+    process = started(*LONG, "--out", str(run))
     wait_until(lambda: num_lines(run / "metrics.jsonl") >= 2, process)
     process.kill()
     process.communicate(timeout=PATIENCE)
@@ -366,25 +315,23 @@ def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(
     assert summary(run) == summary(folder / "whole")
 
 
-def test_help_needs_no_learning_library() -> None:
+def test_help_needs_no_learning_library():
     script = "import sys; from esper.cli import main\n"
     script += "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
     command = [sys.executable, "-c", script]
     process = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert process.stdout.endswith("False\n")
     for option in ("--config", "--task", "--preset", "--rounds", "--num-envs", "--episode-length", "--seed", "--reward",
-                   "--device", "--run-dir", "--resume", "--plugins", "--set"):  # fmt: skip
+                   "--device", "--out", "--resume", "--plugins", "--set"):  # fmt: skip
         assert option in process.stdout
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_whoever_read_its_output_has_left(
-    folder: Path, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_run_goes_on_when_whoever_read_its_output_has_left(folder, started):
     run = folder / "run"
     arguments = list(LONG)
     arguments[arguments.index("400")] = "2"
-    process = started(*arguments, "--run-dir", str(run))
+    process = started(*arguments, "--out", str(run))
     assert process.stdout is not None
     assert process.stdout.readline().startswith("esper: null")
     process.stdout.close()
@@ -394,12 +341,12 @@ def test_a_run_goes_on_when_whoever_read_its_output_has_left(
     assert summary(run)["rounds"] == 2
 
 
-def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
+def test_a_terminal_shows_the_run_as_a_table(folder):
     ours, theirs = pty.openpty()
     arguments = list(LONG)
     arguments[arguments.index("400")] = "2"
     process = subprocess.Popen(
-        [*ESPER, *arguments, "--run-dir", "run"], stdout=theirs, stderr=theirs, env=ENVIRONMENT | {"TERM": "xterm"}
+        [*ESPER, *arguments, "--out", "run"], stdout=theirs, stderr=theirs, env=ENVIRONMENT | {"TERM": "xterm"}
     )
     os.close(theirs)
     seen = b""
@@ -426,22 +373,20 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
         assert word in text
 
 
-def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert why_chosen("native", cpu) == " (C++ compiled for this CPU)"
     assert why_chosen("streamed", cpu) == " (chosen by the size of activations)"
-    monkeypatch.setattr("esper.runs.training.compiler", lambda: None)
+    monkeypatch.setattr("esper.runs.training.runner.compiler", lambda: None)
     assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
     assert why_chosen("fused", gpu) == " (chosen by the size of activations)"
 
 
-def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--num-envs", "100000000", "--run-dir", "run"]) == 2
+def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder, capfd):
+    assert main(["train", "--num-envs", "1000000", "--out", "run"]) == 2
     out, err = capfd.readouterr()
     assert "memory: about" not in out
-    assert "num_envs is 100000000, which needs about" in err
+    assert "num_envs is 1000000, which needs about" in err
     assert "fit: set num_envs to" in " ".join(err.split())
     assert not Path("run").exists()
 
@@ -450,11 +395,9 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
     ("command", "setting"),
     [(["evaluate", "wait_only", "--num-envs"], "num_envs"), (["grow", "digits", "--best-of"], "best_of")],
 )
-def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(
-    folder: Path, capfd: pytest.CaptureFixture[str], command: list[str], setting: str
-) -> None:
-    assert main([*command, "100000000"]) == 2
+def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(folder, capfd, command, setting):
+    assert main([*command, "1000000"]) == 2
     out, err = capfd.readouterr()
     assert "memory: about" not in out + err
-    assert f"{setting} is 100000000, which needs about" in err
+    assert f"{setting} is 1000000, which needs about" in err
     assert f"fit: set {setting} to" in " ".join(err.split())

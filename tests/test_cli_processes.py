@@ -28,15 +28,13 @@ def esper(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path, monkeypatch, capfd):
     (tmp_path / "frugal.py").write_text(FRUGAL)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     small = ("--task", "null", "--num-envs", "2", "--episode-length", "4", "--rounds", "1")
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
-    own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--run-dir", "run")
+    own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--out", "run")
     monkeypatch.chdir(tmp_path)
     assert main(["train", *small, *network, *own]) == 0
     trained = capfd.readouterr()
@@ -60,7 +58,7 @@ from esper.leyline.stages import HostFamily
 class Moss(AbstractBlueprint):
     name = "moss"
     family = HostFamily.CNN
-    birth = {"weight": 0.0, "bias": 0.0}
+    init = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):
         return nn.Conv2d(channels, channels, 1)
@@ -71,7 +69,7 @@ register(Moss())
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_blueprint_of_a_plugin(tmp_path: Path) -> None:
+def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_blueprint_of_a_plugin(tmp_path):
     (tmp_path / "moss.py").write_text(MOSS)
     small = (
         "--num-envs",
@@ -87,7 +85,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
         "--plugins",
         "moss.py",
     )
-    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "--run-dir", "run")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "--out", "run")
     with subprocess.Popen(
         [*ESPER, "train", *small, *network], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=ENVIRONMENT, cwd=tmp_path, start_new_session=True,
@@ -113,20 +111,20 @@ def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
     # born in 1, trained in 2 to 11, blended in 12 to 14, fossilized in 15
     small = ("--task", "null", "--num-envs", "1", "--rounds", "1", "--episode-length", str(steps))
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
-    assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(["train", *small, *network, "--out", str(tmp_path / "run")]) == 0
     said = capfd.readouterr().out
     assert ("note: no seed can be fossilized before step 15, but" in said) == noted
     assert ("note:" in said) == noted
 
 
 @pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["evaluate", "--help"]])
-def test_the_help_fits_into_eighty_columns(command: list[str], tmp_path: Path) -> None:
+def test_the_help_fits_into_eighty_columns(command, tmp_path):
     shown = esper(*command, cwd=tmp_path)
     assert shown.returncode == 0
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
-def test_help_whose_reader_has_left_ends_in_silence() -> None:
+def test_help_whose_reader_has_left_ends_in_silence():
     with subprocess.Popen(
         [*ESPER, "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
@@ -137,7 +135,7 @@ def test_help_whose_reader_has_left_ends_in_silence() -> None:
         assert process.wait(timeout=120) == 0
 
 
-def test_commands_do_not_wait_for_the_compiler() -> None:
+def test_commands_do_not_wait_for_the_compiler():
     script = "import sys; from esper.cli import main; main(['tasks']); print('torch._dynamo' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert process.stdout.endswith("\nFalse\n")

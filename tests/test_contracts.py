@@ -4,10 +4,9 @@ import pytest
 
 import tiny
 from contracts import N, check_executor, check_policy, check_reward
-from esper.simic.agent.ppo import PPOConfig
-from esper.simic.client import SimicClient
+from esper.simic.agent.ppo_config import PPOConfig
+from esper.simic.client import ScriptedClient, SimicClient
 from esper.simic.rewards import make_reward, reward_names
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import NullSpec

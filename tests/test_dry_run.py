@@ -16,9 +16,9 @@ import tokens
 from dry_run import META, OneDevice, on_meta
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.runs.build import dataset_of, engine_of, learner_of
-from esper.runs.presets import resolve
-from esper.simic.rewards.config import MODES
+from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.rewards.reward_config import MODES
 from esper.tasks.registry import register_task, task_by_name
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure

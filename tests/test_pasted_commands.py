@@ -11,7 +11,7 @@ import pytest
 
 import small_runs
 from esper.cli import main
-from esper.leyline.wording import command, option, read_in_a_shell
+from esper.leyline.errors import command, option, read_in_a_shell
 
 ESPER = (sys.executable, "-m", "esper.cli")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_commands_printed_after_a_run_of_a_file_work_when_they_are_pasted(folder: Path) -> None:
     trained = subprocess.run(
-        [*ESPER, "train", "--task", "mine.py:task", "--num-envs", "2", "--rounds", "1", "--run-dir", "a run", *SMALL],
+        [*ESPER, "train", "--task", "mine.py:task", "--num-envs", "2", "--rounds", "1", "--out", "a run", *SMALL],
         capture_output=True, text=True, check=True, env=ENVIRONMENT, cwd=folder, timeout=240,
     )  # fmt: skip
     line = next(line for line in trained.stdout.splitlines() if line.startswith("compare with baselines: "))
@@ -88,15 +88,15 @@ def test_a_command_is_quoted_and_names_its_plugins_as_here(folder: Path, monkeyp
     assert command("evaluate", Path("a run"), plugins=plugins) == (
         "esper evaluate 'a run' --plugins mine.py:task '/elsewhere/it'\"'\"'s.py'"
     )
-    assert (option("run_dir"), option("rounds", 3), option("overwrite", True)) == (
-        "run_dir",
+    assert (option("data_dir"), option("rounds", 3), option("overwrite", True)) == (
+        "data_dir",
         "rounds=3",
         "overwrite=True",
     )
     with read_in_a_shell():
-        assert option("run_dir") == "--run-dir"
+        assert option("data_dir") == "--data-dir"
         assert (option("rounds", 3), option("overwrite", True)) == ("--rounds 3", "--overwrite")
-    assert option("run_dir") == "run_dir"
+    assert option("data_dir") == "data_dir"
 
 
 def test_names_may_follow_options(
@@ -104,8 +104,8 @@ def test_names_may_follow_options(
 ) -> None:
     monkeypatch.chdir(folder)
     for words in (
-        ["random", "--json", "-", "heuristic", "--num-envs", "1", "--task", "null", "--trust", "wait_only"],
-        ["--trust", "random", "--num-envs=1", "heuristic", "--task", "null", "wait_only", "--json", "-"],
+        ["random", "--json", "heuristic", "--num-envs", "1", "--task", "null", "--trust", "wait_only"],
+        ["--trust", "random", "--num-envs=1", "heuristic", "--task", "null", "wait_only", "--json"],
     ):
         assert main(["evaluate", *words, "--episode-length", "3"]) == 0
         shown = capfd.readouterr().out
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 GROW = """grown = esper.grow(task, best_of=2, executor="streamed", workers=1)
     print("params", grown.num_params, grown.points is not None, grown.timeline[-1].step)
     grown.save("grown")"""
-TRAIN = 'esper.train(task, 3, 2, run_dir="run", workers=1, executor="streamed", ppo={"hidden_width": 8})'
+TRAIN = 'esper.train(task, 3, 2, out="run", workers=1, executor="streamed", ppo={"hidden_width": 8})'
 
 
 def interrupted(folder: Path, call: str, waiting: str) -> tuple[int, str, str]:

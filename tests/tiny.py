@@ -17,23 +17,22 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, LastBatch, Split
 from esper.tasks.instances import InstanceDistribution
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import LossScaler
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.engine_config import EngineConfig, LossScaler
+from esper.tolaria.executors.network import HostData
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 
 CPU = torch.device("cpu")
 SLOTS = ("r0c0", "r0c1", "r1c0")

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING, NextToken
+from esper.tasks.losses import PADDING, NextToken
 from tiny import EXECUTION_ORDER, SLOTS
 
 VOCABULARY, TOKENS, WIDTH = 7, 5, 6
@@ -53,7 +52,7 @@ class TokenHostSpec:
 
     def points(self) -> tuple[InjectionPoint, ...]:
         return tuple(
-            InjectionPoint(slot_id=slot, channels=WIDTH, surface=Surface.PRE_POOL, order=i,
+            InjectionPoint(slot_id=slot, channels=WIDTH, order=i,
                            position=EXECUTION_ORDER.index(slot) / 3)
             for i, slot in enumerate(SLOTS)
         )  # fmt: skip
@@ -118,7 +117,7 @@ class TokenMlp(AbstractBlueprint):
     """A seed for features [T, D]."""
 
     name, family = "token_mlp", HostFamily.TRANSFORMER
-    birth = {}  # noqa: RUF012
+    init = {}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
         return nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, 9), nn.GELU(), nn.Linear(9, channels))
@@ -131,7 +130,7 @@ class TokenScale(AbstractBlueprint):
     """Another one, which drops elements."""
 
     name, family = "token_scale", HostFamily.TRANSFORMER
-    birth = {}  # noqa: RUF012
+    init = {}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
         return nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.3))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
-from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.messages import (
     ActResult,
+    EngineSpec,
     Hidden,
     KeptNetwork,
     Observation,
@@ -23,8 +23,7 @@ from esper.leyline.messages import (
     SlotState,
     StoredStep,
 )
-from esper.leyline.protocols import EngineSpec
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import copy_into, replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import (
     EvaluationSplit,

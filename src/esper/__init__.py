@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from esper import tasks as tasks
     from esper.api import blueprints as blueprints
     from esper.api.blueprints import register_blueprint as register_blueprint
-    from esper.api.evaluate import evaluate as evaluate
     from esper.api.grow import grow as grow
-    from esper.api.load import load as load
+    from esper.api.grow import load as load
+    from esper.api.run import evaluate as evaluate
+    from esper.api.run import train as train
     from esper.api.task import Task as Task
     from esper.api.task import register_task as register_task
-    from esper.api.train import train as train
     from esper.simic.rewards import register_reward as register_reward
     from esper.tamiyo.baselines import register_policy as register_policy
 
 __version__ = "0.1.0"
 _HOME = {
     "Task": "esper.api.task",
-    "train": "esper.api.train",
-    "evaluate": "esper.api.evaluate",
+    "train": "esper.api.run",
+    "evaluate": "esper.api.run",
     "grow": "esper.api.grow",
-    "load": "esper.api.load",
+    "load": "esper.api.grow",
     "tasks": "esper",
     "blueprints": "esper.api",
     "register_blueprint": "esper.api.blueprints",

@@ -91,8 +91,8 @@ def own_task(**changes: Any) -> esper.Task:
 
 
 def train(task: Any, folder: Path, rounds: int = 1, num_envs: int = 2, **settings: Any) -> "esper.api.run.Run":
-    return esper.train(task, rounds, num_envs, run_dir=folder / "run", progress=False, **{**SMALL, **settings})
+    return esper.train(task, rounds, num_envs, out=folder / "run", progress=False, **{**SMALL, **settings})
 
 
-def grow(task: Any, controller: Any = "fixed_schedule", **settings: Any) -> "esper.api.grown.Grown":
+def grow(task: Any, controller: Any = "fixed_schedule", **settings: Any) -> "esper.api.grow.Grown":
     return esper.grow(task, controller, progress=False, **{"workers": 1, "executor": "streamed", **settings})

@@ -34,14 +34,14 @@ WRONG = [
     (lambda: esper.grow("digits", bestof=3), "esper.grow has no argument 'bestof'; did you mean 'best_of'?"),
     (lambda: esper.grow("digits", best_of=0), "best_of is 0; at least 1 network is needed."),
     (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be int."),
-    (lambda: esper.train("digits", run_directory="x"), "no argument 'run_directory'; did you mean 'run_dir'?"),
+    (lambda: esper.train("digits", devise="x"), "no argument 'devise'; did you mean 'device'?"),
     (lambda: esper.train("digits", batch_size=3), "unknown key batch_size; did you mean 'batch_train'"),
     (lambda: esper.load(3), r"esper.load: path is 3; it must be Path \| str."),
     (lambda: esper.evaluate("run", ["heuristic"]), r"baselines is \['heuristic'\]; it must be str."),
     (lambda: esper.evaluate([]), "run is an empty list; name at least one run."),
     (lambda: esper.register_policy(MyNet), "esper.register_policy: name is the class MyNet; it must be str."),
     (lambda: esper.register_task(5), "esper.register_task: task is 5; it must be Task"),
-    (lambda: esper.register_blueprint(birth=3), "birth is 3; it must be Mapping"),
+    (lambda: esper.register_blueprint(init=3), "init is 3; it must be Mapping"),
 ]
 
 

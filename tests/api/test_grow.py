@@ -117,7 +117,7 @@ def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
     again = esper.load(tmp_path / "grown", task=task)
     x, _ = images()
     assert torch.equal(again.module(x), grown.module(x))
-    assert again.timeline.rows == grown.timeline.rows
+    assert again.timeline == grown.timeline
     assert (again.points, again.test_points, again.num_params) == (grown.points, grown.test_points, grown.num_params)
     with pytest.raises(ExportError, match=r"esper.load its task"):
         esper.load(tmp_path / "grown")
@@ -139,7 +139,7 @@ def test_the_best_of_several_has_the_most_points_of_validation(task):
 def test_a_trained_controller_draws_by_the_seed(task, tmp_path):
     run = train(task, tmp_path)
     first, again, other = (grow(task, run, seed=seed) for seed in (1, 1, 2))
-    assert first.timeline.rows == again.timeline.rows
+    assert first.timeline == again.timeline
     assert torch.equal(first.module.network.head.weight, again.module.network.head.weight)
     assert not torch.equal(first.module.network.head.weight, other.module.network.head.weight)
     assert len(grow(task, run, steps=4).timeline) > 0
@@ -192,7 +192,7 @@ class Prompt:
 
 def test_a_policy_of_the_users_grows_by_name_or_as_it_is(task):
     esper.register_policy("prompt")(Prompt)
-    rows = [grow(task, controller).timeline.rows for controller in ("prompt", Prompt)]
+    rows = [grow(task, controller).timeline for controller in ("prompt", Prompt)]
     assert rows[0] == rows[1]
     assert ("norm", "fossilized") in {(row.blueprint, row.event) for row in rows[0]}
     with pytest.raises(KeyError, match="a policy named 'prompt' is registered already"):
@@ -200,7 +200,7 @@ def test_a_policy_of_the_users_grows_by_name_or_as_it_is(task):
 
 
 def test_a_blueprint_and_a_reward_of_the_users_are_used_by_name(tmp_path):
-    @esper.register_blueprint(family="cnn", birth={"weight": 0.0})
+    @esper.register_blueprint(family="cnn", init={"weight": 0.0})
     def moss(channels: int) -> nn.Module:
         return nn.Conv2d(channels, channels, 1, bias=False)
 

@@ -125,7 +125,7 @@ def test_workers_get_the_structure_too():
 
 
 def test_a_controller_trains_and_is_compared(tmp_path):
-    run = esper.train(detector(), rounds=1, num_envs=2, run_dir=tmp_path / "run", progress=False, **SMALL)
+    run = esper.train(detector(), rounds=1, num_envs=2, out=tmp_path / "run", progress=False, **SMALL)
     assert len(run.evaluate("static_final", num_envs=2, progress=False).rows) == 3
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import esper
 from esper.leyline.errors import EsperError
-from esper.tasks.objectives import MeanSquaredError
+from esper.tasks.losses import MeanSquaredError
 from user_networks import MLP, Encoder, Tied
 
 

@@ -46,7 +46,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_path, capfd):
     run, size = tmp_path / "run", ["--num-envs", "2", "--rounds", "1", *FAST]
     with small_runs.interrupted_at(1, 2):
-        assert main(["train", "--task", "mine.py:task", "--run-dir", str(run), *size]) == 130
+        assert main(["train", "--task", "mine.py:task", "--out", str(run), *size]) == 130
     name = esper.load(run).config["task"]
     assert esper.load(run).config["plugins"] == [f"{file}:task"]
     assert capfd.readouterr().out.startswith(f"esper: {name}, 2 hosts x 4 steps x 1 round")
@@ -59,13 +59,13 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert contents(run) == before
     assert main(["train", "--resume", str(run), "--plugins", "mine.py"]) == 0
     assert main(["evaluate", str(run), "wait_only", "--num-envs", "1", "--trust"]) == 0
-    assert main(["export", str(run), "--to", "exported", "--trust"]) == 0
+    assert main(["export", str(run), "--out", "exported", "--trust"]) == 0
     assert main(["tasks", "mine.py:task"]) == 0
     out = capfd.readouterr().out
     assert "host: Small, 50 parameters" in out  # 40 of the convolution, 10 of the head
     assert "● body   4 channels" in out
 
-    assert main(["grow", "mine.py:task", "--controller", str(run), "--best-of", "2", "--to", "grown", *FAST[:-2]]) == 0
+    assert main(["grow", "mine.py:task", "--controller", str(run), "--best-of", "2", "--out", "grown", *FAST[:-2]]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"esper: grow {name} by {run}, 2 networks x 4 steps, seed 0\n")
     assert "step  slot" in out
@@ -73,12 +73,12 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
     assert main(["grow", "mine.py:task", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
     assert "2 networks" in capfd.readouterr().out
-    assert main(["grow", "mine.py:task", "--to", "grown"]) == 2
+    assert main(["grow", "mine.py:task", "--out", "grown"]) == 2
     assert "grown exists already" in capfd.readouterr().err
 
 
 def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
-    run = esper.train("mine.py:task", 1, 1, run_dir="run", progress=False, **SMALL)
+    run = esper.train("mine.py:task", 1, 1, out="run", progress=False, **SMALL)
     assert run.evaluate("wait_only", num_envs=1, progress=False).rows[0].name == "trained"
     assert esper.grow("mine.py:task", run, progress=False, workers=1).points is not None
     with pytest.raises(ValueError, match="then allow it with trust=True"):

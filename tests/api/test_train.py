@@ -92,7 +92,7 @@ def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_pa
     [
         (None, {"wrokers": 2}, ConfigError, "unknown key wrokers; did you mean 'workers'"),
         (None, {"ppo.lrr": 1e-3}, ConfigError, "unknown key ppo.lrr; did you mean 'lr'"),
-        (None, {"num_envs": 0}, ConfigError, "num_envs is 0; at least 1 host is needed"),
+        (None, {"num_envs": 0}, ConfigError, "num_envs is 0; it must be at least 1"),
         (None, {"reward": "objektive"}, ConfigError, "did you mean 'objective'"),
         (None, {"preset": "big"}, ConfigError, "unknown preset 'big'"),
         ("digit", {}, RegistryError, "unknown task 'digit'; did you mean 'digits'"),
@@ -113,7 +113,7 @@ def test_two_tasks_of_one_name_and_a_second_run_in_a_folder_are_refused(tmp_path
 
 
 def test_a_built_in_task_is_trained_by_name_and_progress_is_printed(tmp_path, capsys):
-    run = esper.train("null", 1, 2, run_dir=tmp_path / "run", episode_length=3, **SMALL)
+    run = esper.train("null", 1, 2, out=tmp_path / "run", episode_length=3, **SMALL)
     assert run.task is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "esper: null, 2 hosts x 3 steps x 1 round, reward objective, seed 0"

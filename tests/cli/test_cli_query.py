@@ -10,7 +10,7 @@ import pytest
 
 import esper
 from esper.cli import main
-from esper.cli.query import SHOWN
+from esper.cli.record import SHOWN
 from small_runs import train
 
 

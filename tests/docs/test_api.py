@@ -93,7 +93,7 @@ def test_every_public_name_and_argument_is_documented():
     for function in (esper.Task, esper.train, esper.evaluate, esper.grow, esper.load):
         names = set(inspect.signature(function).parameters) - {"settings"}
         assert names <= words, function
-    for kind in ("esper.api.run.Run", "esper.api.grown.Grown"):
+    for kind in ("esper.api.run.Run", "esper.api.grow.Grown"):
         module, _, name = kind.rpartition(".")
         members = vars(getattr(__import__(module, fromlist=[name]), name))
         public = {m for m in members if not m.startswith("_")} - {"resolved", "policy_values"}

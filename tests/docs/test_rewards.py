@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from contracts import check_reward
-from esper.runs.plugins import load_plugins
+from esper.runs.assembly.plugins import load_plugins
 from esper.simic.rewards import MODES, REWARD_TERMS, RewardConfig, make_reward
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.export.description import Description
-from esper.export.grown import GrownSeed
+from esper.export.grown import Description, GrownSeed, plain
 from esper.export.network import GrownNetwork
-from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 
@@ -125,7 +123,6 @@ def _without_source(body: str) -> type[nn.Module]:
 
 
 NO_SOURCE = _without_source("return self.o(self.a(x))")
-NO_SOURCE_AND_NO_PROGRAM = _without_source("return self.o(self.a(x if len(x) % 2 else x + 0.0 * float(len(x))))")
 CRASHES = _without_source(
     "import os, signal\n  if torch.compiler.is_exporting(): os.kill(os.getpid(), signal.SIGSEGV)\n"
     "  return self.o(self.a(x))"
@@ -160,4 +157,4 @@ def network_of(model, slots: list[str], x: Tensor, blueprint: str, **more: objec
         input_dtype=str(x.dtype).removeprefix("torch."), normalization=None, host_params=0, grown_params=0, flops=0,
         unit="accuracy", val=None, test=None,
     )  # fmt: skip
-    return GrownNetwork(plain=found, host=host, description=description, **more)
+    return GrownNetwork(plain=found, description=description, **more)

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from esper.export.description import Origin
-from esper.export.grown import GrownSeed, state_of
+from esper.export.grown import GrownSeed, Origin, state_of
 from esper.export.network import GrownNetwork, load
 from esper.leyline.errors import DataError, ExportError
 from esper.tasks.datasets import Tokenizer
 from esper.tasks.datasets.images import Pixels
-from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
+from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
 
 FILES = {"model.safetensors", "model.json", "model.py"}
 
@@ -84,7 +83,7 @@ def test_a_folder_that_exists_is_replaced_only_if_asked_and_only_if_it_is_one_of
     assert load(saved).description.seeds[0].blueprint == "depthwise"
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
     (saved / "model.json").unlink()
-    with pytest.raises(ExportError, match="is no folder of an exported network, so it is not replaced"):
+    with pytest.raises(ExportError, match="is not a folder of an exported network, so it is not replaced"):
         network_of(1).save(saved, overwrite=True)
 
 
@@ -128,7 +127,7 @@ def with_weights(change):
         (truncate, "model.safetensors is missing or damaged .*export the network again"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing or damaged"),
         (lambda f: (f / "model.json").unlink(), "model.json cannot be read .*name a folder made by `esper export`"),
-        (lambda f: (f / "model.json").write_text("{"), "is no JSON .*it was damaged; export the network again"),
+        (lambda f: (f / "model.json").write_text("{"), "is not JSON .*it was damaged; export the network again"),
         (lambda f: changed(f, format=2), "has format 2, but this version reads format 3; export the network again"),
         (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 3"),
         (lambda f: changed(f, "unit"), "the key 'unit' is missing"),
@@ -145,7 +144,7 @@ def with_weights(change):
         (with_weights(lambda w: w.update({"head.bias": torch.ones(3).half()})), r"float16 \[3\] for 'head"),
     ],
 )  # fmt: skip
-def test_a_damaged_folder_is_refused_with_the_way_out(saved, damage, message):
+def test_a_damaged_folder_is_refused_with_the_fits(saved, damage, message):
     damage(saved)
     with pytest.raises(ExportError, match=message):
         load(saved)

@@ -15,18 +15,17 @@ from torch import Tensor
 
 import small_runs
 from esper.kasmina.blueprints import blueprint_by_name
-from esper.leyline.pytree import flatten
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.structure import flatten
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.build import dataset_of, engine_of, learner_of
-from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
-from esper.tolaria.phases import ControlPlane
 from tiny import Bench
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device")]
@@ -96,7 +95,7 @@ def check_control_plane(device: torch.device) -> None:
     quick = {"sequential": False, "min_blending_epochs": 1, "embargo_epochs": 1, "min_prune_age": 1}
     chosen = config(device, compile="on", task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
     engine, client = parts(chosen, device)
-    eager = ControlPlane(engine.config, engine.executor.costs)
+    eager, _ = parts(replaced(chosen, compile="off"), device)
     before = graphs_compiled()
     engine.reset(client, 0)
     assert graphs_compiled() == before + 4, (
@@ -105,7 +104,7 @@ def check_control_plane(device: torch.device) -> None:
     happened: Counter[str] = Counter()
 
     def both(name: str) -> Callable[..., object]:
-        compiled = getattr(engine._plane, name)
+        compiled = getattr(engine, name)
 
         def answer(*given: object) -> Any:
             want, got = getattr(eager, name)(*given), compiled(*given)
@@ -113,16 +112,16 @@ def check_control_plane(device: torch.device) -> None:
             assert form == expected_form
             for a, b in zip(tensors, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
-            if name == "observe":
+            if name == "_observe":
                 happened.update(["panic"] * int(got[0].verdict.governor.panic.sum()))
-            if name == "execute":
+            if name == "_execute":
                 happened.update(SeedStage(stage).name for stage in got.state.slots.stage.flatten().tolist())
             return got
 
         return answer
 
-    for name in ("observe", "execute", "end_step"):
-        setattr(engine._plane, name, both(name))
+    for name in ("_observe", "_execute", "_end_step"):
+        setattr(engine, name, both(name))
     for episode in range(3):
         engine.reset(client, episode)
         engine.rollout(client)

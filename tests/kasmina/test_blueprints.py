@@ -22,8 +22,8 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.cnn import num_groups
 from esper.kasmina.blueprints.layers import LayerScale, causal_attention
-from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
+from esper.kasmina.parameters.layout import Template
 from esper.leyline.errors import RegistryError
 from esper.leyline.random import Stream
 from esper.leyline.stages import HostFamily
@@ -293,7 +293,7 @@ def test_unknown_blueprints_are_answered_with_the_nearest():
 def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):
     template = Template(deterministic_build(lambda: doubling.build(2)))
     rows = fresh_rows(
-        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.birth),
+        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.init),
         7,
         Stream.SEED_INIT,
         torch.arange(2),

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec, max_pool_2x2
+from esper.kasmina.hosts.host import InjectionPoint, enabled_points
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 
@@ -54,9 +54,9 @@ def test_hosts_of_the_presets_have_the_tabulated_size(of, count, offered):
 
 def test_points_are_listed_in_action_order_with_their_place():
     expected = (
-        InjectionPoint(slot_id="r0c0", channels=8, surface=Surface.PRE_POOL, order=0, position=0.25),
-        InjectionPoint(slot_id="r0c1", channels=16, surface=Surface.PRE_POOL, order=1, position=0.75),
-        InjectionPoint(slot_id="r1c0", channels=8, surface=Surface.POST_POOL, order=2, position=0.5),
+        InjectionPoint(slot_id="r0c0", channels=8, order=0, position=0.25),
+        InjectionPoint(slot_id="r0c1", channels=16, order=1, position=0.75),
+        InjectionPoint(slot_id="r1c0", channels=8, order=2, position=0.5),
     )
     assert DIGITS.points() == expected
 
@@ -99,27 +99,6 @@ def test_the_forward_pass_equals_the_layers_written_out():
     expected = F.linear(h.mean((2, 3)), built.head.weight, built.head.bias)
     change = {"r0c0": lambda h: h * 2.0, "r1c0": lambda h: h + 1.0, "r0c1": lambda h: h - 3.0}
     torch.testing.assert_close(built(images(), lambda slot, h: change[slot](h)), expected)
-
-
-def test_the_forward_pass_meets_the_enabled_slots_in_execution_order():
-    built, met = host(slots=["r0c1", "r1c0"]).eval(), []
-
-    def apply(slot, h):
-        met.append(slot)
-        return h
-
-    built(images(), apply)
-    assert tuple(met) == built.execution_order() == ("r1c0", "r0c1")
-
-
-def test_batch_norm_counts_no_batches_and_starts_neutral():
-    built = host()
-    assert [name for name, _ in built.named_buffers() if "num_batches" in name] == []
-    for module in built.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert (module.momentum, module.eps) == (0.1, 1e-5)
-            assert torch.equal(module.weight, torch.ones_like(module.weight))
-            assert torch.equal(module.bias, torch.zeros_like(module.bias))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +180,41 @@ def test_the_size_of_an_unshuffled_host_is_counted_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("unshuffle", "size", "way_out"),
+    ("unshuffle", "size", "fits"),
     [(2, (7, 8), "set it to 1,"), (4, (8, 6), "set it to 1 or 2,"), (6, (12, 9), "set it to 1 or 3,")],
 )
-def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that_fit(unshuffle, size, way_out):
-    with pytest.raises(ConfigError, match=rf"host.unshuffle is {unshuffle}, but images of .* {way_out} or crop or pad"):
+def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that_fit(unshuffle, size, fits):
+    with pytest.raises(ConfigError, match=rf"host.unshuffle is {unshuffle}, but images of .* {fits} or crop or pad"):
         host(slots=["r0c0"], of=spec(unshuffle=unshuffle), size=size)
+
+
+# -- pooling ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_gives_its_largest_and_the_gradient_goes_there():
+    h = torch.tensor([[1.0, 4.0, 0.0, 0.0], [3.0, 2.0, 0.0, 5.0]], requires_grad=True)
+    pooled = max_pool_2x2(h[None])
+    assert pooled.tolist() == [[[4.0, 5.0]]]
+    (grad,) = torch.autograd.grad(pooled, h, torch.tensor([[[10.0, 20.0]]]))
+    assert grad.tolist() == [[0.0, 10.0, 0.0, 0.0], [0.0, 0.0, 0.0, 20.0]]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 3, 5, 4), (1, 1, 4, 7), (3, 2, 2, 2), (1, 2, 3, 3)])
+def test_it_agrees_with_the_built_in_one_ties_included(shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    h = torch.randint(0, 3, shape, generator=generator).float().requires_grad_()  # many ties
+    ours, theirs = max_pool_2x2(h), F.max_pool2d(h, 2)
+    assert torch.equal(ours, theirs)
+    slope = torch.randn(theirs.shape, generator=generator)
+    assert torch.equal(torch.autograd.grad(ours, h, slope)[0], torch.autograd.grad(theirs, h, slope)[0])
+
+
+def test_a_value_that_is_not_a_number_is_passed_on():
+    h = torch.zeros(1, 1, 2, 4)
+    h[0, 0, 1, 0] = torch.nan
+    assert max_pool_2x2(h).isnan().tolist() == [[[[True, False]]]]
+
+
+def test_features_in_another_memory_format_pool_to_the_same():
+    h = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(max_pool_2x2(h.contiguous(memory_format=torch.channels_last)), max_pool_2x2(h))

@@ -1,4 +1,4 @@
-"""What holds for every blueprint of every family, users' included: its size, its birth, its gradients, its shapes."""
+"""What holds for every blueprint of every family, users' included: size, initial weights, gradients, shapes."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,11 +18,10 @@ from esper.kasmina.blueprints import (
     selectable,
     unregister,
 )
-from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, chain
-from esper.kasmina.parameters.flat_layout import Template
+from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, chain
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.parameters.stacked_layers import stack_layers
-from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.kasmina.parameters.layout import Template
+from esper.kasmina.parameters.stacking import stack_layers, way_to_stack
 from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.random import Stream
 from esper.leyline.stages import Algorithm, HostFamily
@@ -35,7 +34,7 @@ TRANSFORMER_NAMES = ("attention", "norm", "lora", "lora_large", "mlp_small", "ml
 class Own(AbstractBlueprint):
     """A user's blueprint, one layer and a layer scale, for images or sequences."""
 
-    name, birth = "own", {"scale.gamma": BIRTH_SCALE}
+    name, init = "own", {"scale.gamma": INITIAL_SCALE}
 
     def __init__(self, family: HostFamily) -> None:
         self.family = family
@@ -101,16 +100,16 @@ class Newborn(NamedTuple):
         return self.template(h)
 
 
-def newborn(build: Callable[[], nn.Module], birth: dict[str, float], seed: int = 0) -> Newborn:
+def newborn(build: Callable[[], nn.Module], init: dict[str, float], seed: int = 0) -> Newborn:
     template = Template(deterministic_build(build))
-    table = init_table(build_twice(build), template.parameters, birth)
+    table = init_table(build_twice(build), template.parameters, init)
     assert not table.rebuilt.any()
     row = fresh_rows(table, seed, Stream.SEED_INIT, torch.tensor([0]), t=1)[0]
     return Newborn(template, row.requires_grad_())
 
 
 def new_seed(case: Case) -> Newborn:
-    return newborn(lambda: case.blueprint.build(case.channels), dict(case.blueprint.birth))
+    return newborn(lambda: case.blueprint.build(case.channels), dict(case.blueprint.init))
 
 
 def new_gate(channels: int) -> Newborn:
@@ -190,7 +189,7 @@ def test_the_gate_network_has_the_tabulated_number_of_parameters(channels, count
     assert sum(p.numel() for p in GateNetwork(channels).parameters()) == count
 
 
-# -- birth ------------------------------------------------------------------------------------------------------------
+# -- initial weights --------------------------------------------------------------------------------------------------
 
 
 @every_case
@@ -203,10 +202,10 @@ def test_a_newborn_keeps_the_shape_and_barely_changes_its_host(case):
 
 
 @pytest.mark.parametrize("case", cases(IMAGES[-1:], SEQUENCES[-1:]), ids=str)
-def test_build_already_has_the_constants_that_birth_declares(case):
+def test_build_already_has_the_constants_that_it_declares(case):
     built = case.blueprint.build(case.channels)
-    assert case.blueprint.birth
-    for name, value in case.blueprint.birth.items():
+    assert case.blueprint.init
+    for name, value in case.blueprint.init.items():
         assert torch.equal(built.get_parameter(name), torch.full_like(built.get_parameter(name), value))
 
 

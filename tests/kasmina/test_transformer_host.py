@@ -8,16 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention
-from esper.kasmina.hosts.host import Apply, HostSpec
-from esper.kasmina.hosts.slots import InjectionPoint, Surface
+from esper.kasmina.hosts.host import Apply, HostSpec, InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
-from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, parameter_layout
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
+from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, parameter_layout
+from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
-from esper.tasks.objectives import NextToken
+from esper.tasks.losses import NextToken
 
 SLOTS = ("r0c0", "r0c1")
 
@@ -63,8 +62,8 @@ def test_hosts_of_the_presets_have_the_tabulated_size(of, count):
 def test_points_end_the_segments_and_are_met_in_the_order_of_the_forward_pass():
     assert isinstance(spec(), HostSpec)
     assert spec().points() == (
-        InjectionPoint(slot_id="r0c0", channels=8, surface=Surface.BLOCK_END, order=0, position=0.5),
-        InjectionPoint(slot_id="r0c1", channels=8, surface=Surface.BLOCK_END, order=1, position=1.0),
+        InjectionPoint(slot_id="r0c0", channels=8, order=0, position=0.5),
+        InjectionPoint(slot_id="r0c1", channels=8, order=1, position=1.0),
     )
     met = {}
     built = host()
@@ -163,8 +162,7 @@ def test_a_rebuilt_host_has_the_same_architecture_and_other_weights():
 
 
 @pytest.mark.parametrize(
-    ("changes", "largest"),
-    [({}, 7 * 32), ({"vocabulary": 100}, 7 * 100), ({"width": 8, "heads": 8}, 8 * 7 * 7)],
+    ("changes", "largest"), [({}, 7 * 32), ({"vocabulary": 100}, 7 * 100), ({"width": 8, "heads": 8}, 8 * 7 * 7)]
 )
 def test_the_largest_activation_is_that_of_the_mlp_the_logits_or_the_attention(changes, largest):
     built = host(**changes)

@@ -5,8 +5,8 @@ import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.stages import SeedStage
-from esper.runs.build import engine_of, learner_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of, learner_of
+from esper.runs.assembly.presets import resolve
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient
 from esper.tolaria.engine import VectorizedEngine

@@ -6,8 +6,8 @@ import torch
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head
 from esper.leyline.messages import ActResult, Observation
 from esper.leyline.tensor_dataclass import replace
-from esper.runs.build import engine_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.presets import resolve
 from esper.tamiyo.heads import sample_heads
 from esper.tasks import null
 from toys import ToyClient

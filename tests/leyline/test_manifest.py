@@ -5,7 +5,7 @@ import pytest
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests, planting_of
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 
 SPEC = EngineSpec(
@@ -44,7 +44,7 @@ def test_a_structure_that_was_changed_is_refused() -> None:
 
 @pytest.mark.parametrize("tree", [{}, {"slots": []}, {"slots": [{"slot": "r0c0"}], "sha256": ""}, {"slots": 3}])
 def test_something_else_is_refused(tree: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="is no structure of a host"):
+    with pytest.raises(ConfigError, match="is not the structure of a host"):
         GrowthManifest.of(tree)
 
 

@@ -3,7 +3,6 @@ from esper.leyline.stages import (
     COOLDOWN,
     GROWING,
     HAS_MODULE,
-    LEGAL_TRANSITIONS,
     NUM_STAGE_CLASSES,
     NUM_STAGE_VALUES,
     STAGE_CLASS,
@@ -31,33 +30,6 @@ def test_a_stage_has_a_module_or_cools_down_or_is_empty():
     assert not HAS_MODULE & COOLDOWN
     assert frozenset({SeedStage.FOSSILIZED}) == HAS_MODULE - GROWING
     assert BLENDED < HAS_MODULE
-
-
-def test_fossils_stay_and_nothing_enters_or_leaves_the_unknown():
-    sources = {a for a, _ in LEGAL_TRANSITIONS}
-    targets = {b for _, b in LEGAL_TRANSITIONS}
-    assert SeedStage.FOSSILIZED not in sources
-    assert SeedStage.UNKNOWN not in sources | targets
-    assert targets == frozenset(SeedStage) - {SeedStage.UNKNOWN}
-
-
-def test_every_stage_can_be_reached_from_dormant_and_every_growing_seed_can_be_pruned():
-    reached = {SeedStage.DORMANT}
-    while True:
-        more = {b for a, b in LEGAL_TRANSITIONS if a in reached} - reached
-        if not more:
-            break
-        reached |= more
-    assert reached == set(SeedStage) - {SeedStage.UNKNOWN}
-    assert {a for a, b in LEGAL_TRANSITIONS if b is SeedStage.PRUNED} == GROWING
-
-
-def test_cooldown_is_one_way_back_to_dormant():
-    path = [SeedStage.PRUNED]
-    while path[-1] is not SeedStage.DORMANT:
-        (successor,) = [b for a, b in LEGAL_TRANSITIONS if a is path[-1]]
-        path.append(successor)
-    assert path[1:3] == [SeedStage.EMBARGOED, SeedStage.RESETTING]
 
 
 def test_potentials_rise_with_growth_and_are_zero_without_a_seed():

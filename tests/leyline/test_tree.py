@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.leyline.messages import Hidden
-from esper.leyline.pytree import flatten, unflatten
+from esper.leyline.structure import flatten, unflatten
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 

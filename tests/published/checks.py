@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.api.session import in_process
+from esper.api.run import in_process
 from esper.leyline.random import Stream, permutation
-from esper.runs import controllers
-from esper.runs.build import dataset_of, device_of, engine_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.evaluation import controllers
 from published.entry import Published
 from published.loading import call, leaves, part
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.tamiyo.recurrence import lstm_cell
+from esper.tamiyo.network import lstm_cell
 
 
 def lstm_steps(

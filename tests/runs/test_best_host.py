@@ -13,9 +13,9 @@ import small_runs
 import tiny
 from esper.export.network import load
 from esper.leyline.errors import CheckpointError
-from esper.runs import best_host
-from esper.runs.best_host import FILE, BestHost, better, read, save
-from esper.simic.rewards.config import RewardConfig
+from esper.runs.training import best_host
+from esper.runs.training.best_host import FILE, BestHost, better, read, save
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tolaria.engine import VectorizedEngine
 from hosts_to_export import TOPOLOGIES, grown
 from small_runs import interrupted_at, main
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_refused_with_the_way_out(tmp_path, place):
     else:
         content[place] ^= 255
     (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match="move the file away to go on without the best host"):
+    with pytest.raises(CheckpointError, match="away to go on without the best host"):
         read(tmp_path)
 
 
@@ -100,7 +100,7 @@ def test_a_run_keeps_the_best_host_of_all_rounds_and_tests_it_at_the_end(run):
 
 def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_path, capfd):
     found, last = small_runs.summary(run)["best_host"], max(episodes(run)[-2:], key=lambda line: line["objective"])
-    assert main(["export", str(run), "--to", str(tmp_path / "best")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "best")]) == 0
     assert f"host {found['host']} of round {found['round']}, 100·J {found['objective']:.2f}" in capfd.readouterr().out
     network = load(tmp_path / "best")
     assert network.description.topology.lines == tuple(found["topology"])
@@ -118,7 +118,7 @@ def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_p
     assert all(row.points is not None for row in timeline)
     assert (timeline[-1].step, timeline[-1].event, timeline[-1].points) == (6, "end", network.description.val)
 
-    assert main(["export", str(run), "--to", str(tmp_path / "last"), "--last"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "last"), "--last"]) == 0
     of_last = load(tmp_path / "last").description
     assert (of_last.origin.round, of_last.origin.host) == (3, last["host"])
     assert of_last.val == pytest.approx(last["committed_accuracy"])
@@ -130,7 +130,7 @@ def test_a_run_that_was_stopped_keeps_its_best_host_and_goes_on_with_it(run, tmp
         assert small_runs.train(path, "tiny", 3) == 130
     kept = read(path / "checkpoints")
     assert kept.test is None
-    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(path), "--out", str(tmp_path / "grown")]) == 0
     found = load(tmp_path / "grown").description
     assert (found.origin.round, found.origin.objective) == (kept.round, kept.objective)
     assert found.test == pytest.approx(small_runs.summary(run)["best_host"]["test"])
@@ -147,4 +147,4 @@ def test_a_run_whose_best_host_was_damaged_is_not_continued_without_a_word(tmp_p
         assert small_runs.train(path, "tiny", 2) == 130
     (path / "checkpoints" / FILE).write_bytes(b"nothing")
     assert small_runs.resume(path) == 2
-    assert "move the file away to go on without the best host" in capfd.readouterr().err
+    assert "away to go on without the best host" in capfd.readouterr().err

@@ -3,9 +3,7 @@
 import os
 from pathlib import Path
 
-import pytest
-
-from esper.runs.build import usable_cores
+from esper.runs.assembly.assemble import usable_cores
 
 
 def group(folder: Path, **files: str) -> None:
@@ -14,7 +12,7 @@ def group(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_the_tightest_limit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tightest_limit_decides(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     own = tmp_path / "own"
@@ -30,7 +28,7 @@ def test_the_tightest_limit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert usable_cores(tmp_path / "none", tmp_path / "none") == 3
 
 
-def test_control_groups_of_version_1_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_groups_of_version_1_count(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     group(tmp_path / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")

@@ -1,7 +1,5 @@
 """A compiled run from the command line: what it says, that it repeats itself, and that it can be interrupted."""
 
-from pathlib import Path
-
 import pytest
 
 from small_runs import interrupted_at, records, resume, summary, train
@@ -13,9 +11,7 @@ pytestmark = [
 COMPILED = ("--compile", "on")
 
 
-def test_a_compiled_run_is_that_of_an_eager_one_up_to_rounding_and_can_be_interrupted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compiled_run_is_that_of_an_eager_one_up_to_rounding_and_can_be_interrupted(tmp_path, capfd):
     eager, whole, path = (tmp_path / name for name in ("eager", "whole", "run"))
     assert train(eager) == 0
     assert "compiling" not in capfd.readouterr().out

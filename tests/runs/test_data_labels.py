@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -29,14 +28,12 @@ def test_a_data_set_is_named_with_its_copy():
     assert data_label({"name": "digits", "split_seed": 0}) == "digits"
 
 
-def test_training_and_evaluation_say_which_copy_they_measured(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_and_evaluation_say_which_copy_they_measured(tmp_path, capfd):
     options = [*OPTIONS["tiny"], "--task", "copied", "--workers", "1"]
-    assert main(["train", "--rounds", "1", "--run-dir", str(tmp_path / "run"), *options]) == 0
+    assert main(["train", "--rounds", "1", "--out", str(tmp_path / "run"), *options]) == 0
     assert f"\ndata: {LABEL}\n" in capfd.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"] == LABEL
-    report = tmp_path / "report.json"
-    assert main(["evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "1", "--json", str(report)]) == 0
+    out = tmp_path / "out"
+    assert main(["evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "1", "--out", str(out)]) == 0
     assert f"copied, data {LABEL}, 1 host of seed" in capfd.readouterr().out
-    assert json.loads(report.read_text())["data"] == LABEL
+    assert json.loads((out / "evaluation.json").read_text())["data"] == LABEL

@@ -9,10 +9,9 @@ import torch
 
 import tiny
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface
+from esper.kasmina.hosts.host import Host, InjectionPoint
 from esper.leyline.stages import HostFamily
-from esper.runs.drawing import drawing, words
+from esper.runs.evaluation.tables import drawing, words
 from esper.tasks import task_by_name, task_names
 
 KEY = ["", "● slots of a run   ○ others: --set 'slots=[\"SLOT\", ...]'"]
@@ -76,7 +75,7 @@ class Mystery:
     def points(self) -> tuple[InjectionPoint, ...]:
         late, early = ((f"r0c{i}", 1.0 - i / 2) for i in range(2))
         return tuple(
-            InjectionPoint(slot_id=slot_id, channels=4, surface=Surface.PRE_POOL, order=order, position=position)
+            InjectionPoint(slot_id=slot_id, channels=4, order=order, position=position)
             for order, (slot_id, position) in enumerate((late, early))
         )
 

@@ -9,13 +9,12 @@ import torch
 
 import small_runs
 from esper.kasmina.rules.guards import legal_ops
-from esper.leyline.checkpoint_tree import with_prefix
-from esper.leyline.protocols import EngineSpec
-from esper.runs.build import assemble, device_of, engine_of, learner_of
-from esper.runs.checkpoint import state_digest
-from esper.runs.config import RunConfig
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.leyline.messages import EngineSpec
+from esper.leyline.tensor_dataclass import with_prefix
+from esper.runs.assembly.assemble import assemble, device_of, engine_of, learner_of
+from esper.runs.assembly.presets import config_of_run, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.training.checkpoint import state_digest
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
 from esper.simic.rewards import MODES
@@ -215,13 +214,13 @@ def active(request, tmp_path_factory):
 
 def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_generators_of_the_process_hold(active):
     # no runner: no listener, no record, no file; and generators in another state, which stays as it is
-    chosen = recorded(read_toml(active / "config.toml"))
+    chosen = config_of_run(active)
     torch.manual_seed(2)
     np.random.seed(2)
     random.seed(2)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     parts = assemble(chosen, device_of(chosen))
-    assert parts.engine.on_step is None
+    assert parts.engine.listeners == []
     parts.engine.train(parts.client, range(2), on_round=lambda stats, metrics: None)
     parts.engine.test()
     assert torch.equal(torch.get_rng_state(), before[0])

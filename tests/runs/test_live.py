@@ -60,9 +60,3 @@ def test_what_is_kept_is_a_copy_because_a_report_is_part_of_one_large_array() ->
     hosts.add(report(val_acc=accuracy))
     accuracy[:] = 9.0
     np.testing.assert_array_equal(hosts.shown().accuracy, [[1.0, 2.0]])
-
-
-def test_a_report_is_added_before_it_is_recorded() -> None:
-    hosts, seen = live(), []
-    hosts.before(lambda report: seen.append(hosts.shown() is not None))(report())
-    assert seen == [True]

@@ -11,12 +11,11 @@ import torch
 import small_runs
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.manifest import GrowthManifest
-from esper.runs.build import dataset_of
-from esper.runs.config import RunConfig
-from esper.runs.controllers import baseline, derived
-from esper.runs.outcome_store import OutcomeStore, key_of
-from esper.runs.outcomes import Outcome, run_controller
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import dataset_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation.controllers import baseline, derived
+from esper.runs.evaluation.outcomes import Outcome, OutcomeStore, key_of, run_controller
 from small_runs import contents, main
 
 CPU = torch.device("cpu")
@@ -93,7 +92,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, outcome: Outcome, 
         store.put(key(seed=8), outcome)
         path.write_bytes(store.path(key(seed=8)).read_bytes())
     else:
-        flipped = raw[:-1] + bytes([raw[-1] ^ 1])
+        flipped = raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
         path.write_bytes({"cut": raw[:-5], "flip": flipped, "empty": b""}[damage])
     with pytest.raises(DataError, match=r"damaged or was not written by esper .* delete it, and it is computed again"):
         store.get(key())

@@ -8,11 +8,11 @@ from test_runs_events import SPEC
 from test_runs_report import step
 
 from esper.leyline.actions import HEAD_NAMES, HEADS, Head, LifecycleOp
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.runs.record_rows import RecordRows, bytes_of
-from esper.telemetry.record.parts import Rows, parts_in
-from esper.telemetry.record.writer import RecordWriter
+from esper.runs.records import RecordRows
+from esper.telemetry.record.writer import Rows
+from esper.telemetry.run_directory import RECORD, RunDirectory
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import StepReport
 
@@ -102,14 +102,10 @@ def test_a_step_of_a_host_takes_at_most_a_hundred_bytes_even_if_nothing_repeats(
         selectable=(1, 2), blueprint_names=tuple(f"blueprint_{i}" for i in range(13)),
     )  # fmt: skip
     draw = np.random.default_rng(0)
-    writer = RecordWriter(tmp_path / "record", RecordRows(spec, ("potential", "terminal")), bytes_of)
-    for t in range(1, steps + 1):
-        writer.add(random_step(draw, t, num_hosts, num_slots))
-    writer.close()
-    assert writer.complaints() == []
-    assert len(parts_in(tmp_path / "record")) == 3
-    size = sum(file.stat().st_size for file in (tmp_path / "record").iterdir())
-    assert size == writer.written_bytes
+    reports = [random_step(draw, t, num_hosts, num_slots) for t in range(1, steps + 1)]
+    with RunDirectory.create(tmp_path / "run", {}) as run:
+        assert len(run.write_parts(RecordRows(spec, ("potential", "terminal"))(reports), 1, 1)) == 3
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / RECORD).iterdir())
     assert 40 * num_hosts * steps < size < BYTES_PER_STEP * num_hosts * steps
 
 

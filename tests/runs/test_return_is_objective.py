@@ -9,11 +9,10 @@ import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
-from esper.runs.build import engine_of, learner_of
-from esper.runs.presets import resolve
-from esper.simic.agent.advantages import compute_gae, discounted_returns
-from esper.simic.agent.normalizers import masked_moments, scale_rewards
-from esper.simic.agent.policy_step import Decision, PolicyInputs
+from esper.runs.assembly.assemble import engine_of, learner_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.agent.advantages import compute_gae, discounted_returns, masked_moments, scale_rewards
+from esper.simic.client import PolicyInputs, PolicyOutput
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tasks.registry import register_task
@@ -33,7 +32,7 @@ register_task(data_replace(NULL, name="every_rollback", script=NullSpec(sigma=1.
 def keeping(decide):
     """Decisions that germinate in slot 0 when they may, and fossilize it when they may."""
 
-    def decided(inputs: PolicyInputs, deterministic: bool) -> Decision:
+    def decided(inputs: PolicyInputs, deterministic: bool) -> PolicyOutput:
         decision, op = decide(inputs, deterministic), torch.zeros(len(PATTERNS), dtype=torch.int64)
         for wanted in (LifecycleOp.GERMINATE, LifecycleOp.FOSSILIZE):
             op[inputs.legal[:, wanted, 0]] = wanted

@@ -7,8 +7,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.runs.build import engine_of, reward_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of, reward_of
+from esper.runs.assembly.presets import resolve
 from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
 from esper.simic.rewards.objective import Potentials
 
@@ -35,7 +35,7 @@ class Wrapped:
         return self.inner.reset_hosts(state, mask)
 
 
-def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> None:
+def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for():
     name = f"wrapped-{uuid.uuid4().hex}"
     register_reward(name)(Wrapped)
     told = {"task": "null", "num_envs": 2, "reward": {"mode": name}}

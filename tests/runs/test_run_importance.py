@@ -7,8 +7,8 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.runs import importance
-from esper.runs.importance import importance_of
+from esper.runs.evaluation import importance
+from esper.runs.evaluation.importance import importance_of
 
 
 @pytest.fixture

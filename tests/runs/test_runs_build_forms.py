@@ -5,10 +5,9 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.build import engine_of, learner_of, phase_form, policy_form, reward_of
-from esper.runs.presets import resolve
-from esper.simic.agent.policy_step import PolicyStep, blank_inputs
-from esper.simic.client import SimicClient
+from esper.runs.assembly.assemble import engine_of, learner_of, phase_form, policy_form, reward_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.client import PolicyStep, SimicClient, blank_inputs
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import compute_reward_batched
 from esper.tolaria.engine import VectorizedEngine

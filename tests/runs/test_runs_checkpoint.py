@@ -1,10 +1,8 @@
 """Checkpoints: complete or absent, and never trusted."""
 
-import json
 import pickle
 import resource
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,10 @@ import torch
 
 import tiny
 from esper.leyline.errors import CheckpointError
-from esper.runs import checkpoint as module
-from esper.runs.checkpoint import (
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import run_shape
+from esper.runs.report import Cost
+from esper.runs.training.checkpoint import (
     Header,
     checkpoints,
     load,
@@ -22,12 +22,10 @@ from esper.runs.checkpoint import (
     save,
     set_aside,
     state_digest,
+    write_state,
 )
-from esper.runs.identity import run_shape
-from esper.runs.presets import resolve
-from esper.runs.report import Cost
 from esper.tasks.datasets.arrays import from_arrays
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 
 HEADER = Header(
     rounds_done=3,
@@ -52,67 +50,68 @@ def at(rounds: int, step: int = 0) -> Header:
     return replace(HEADER, rounds_done=rounds, step=step)
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_was_saved(tmp_path):
     found = load(save(tmp_path, HEADER, STATE))
     assert found.header == HEADER
     assert found.state.keys() == STATE.keys()
     assert state_digest(found.state) == state_digest(STATE)
 
 
-def test_views_and_tensors_that_share_memory_are_saved_whole(tmp_path: Path) -> None:
+def test_views_and_tensors_that_share_memory_are_saved_whole(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     found = load(save(tmp_path, HEADER, {"a": base.T, "b": base[1], "c": base}))
     assert torch.equal(found.state["a"], base.T)
     assert torch.equal(found.state["b"], base[1])
 
 
-def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path: Path) -> None:
+def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path):
     for header in (at(1), at(1, 12), at(2), at(2, 3), at(10, 4)):
         save(tmp_path, header, STATE)
-    names = [path.name for path in checkpoints(tmp_path)]
-    assert names == ["round-00010-step-0004", "round-00002-step-0003", "round-00002"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    names = [path.stem for path in checkpoints(tmp_path)]
+    assert names == [
+        "round-00010-step-0004",
+        "round-00002-step-0003",
+        "round-00002",
+    ]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, on_disk: Callable[[Path], bool]) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, on_disk):
     save(tmp_path, HEADER, STATE)
     assert on_disk(tmp_path)
 
 
-def test_a_place_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_a_place_that_is_reached_again_replaces_its_checkpoint(tmp_path):
     save(tmp_path, HEADER, STATE)
     save(tmp_path, HEADER, {"x": torch.ones(1)})
     assert load(checkpoints(tmp_path)[0]).state.keys() == {"x"}
 
 
-def test_drafts_and_strangers_are_no_checkpoints(tmp_path: Path) -> None:
-    for name in (".draft-round-00009", "damaged-round-00008", "round-7", "notes"):
+def test_drafts_and_strangers_are_no_checkpoints(tmp_path):
+    for name in (".draft-round-00009.safetensors", "damaged-round-00008.safetensors", "round-7", "notes"):
         (tmp_path / name).mkdir()
     save(tmp_path, HEADER, STATE)
-    assert [path.name for path in checkpoints(tmp_path)] == ["round-00003"]
-    assert not (tmp_path / ".draft-round-00009").exists()  # of a process that was killed
+    assert [path.stem for path in checkpoints(tmp_path)] == ["round-00003"]
+    assert not (tmp_path / ".draft-round-00009.safetensors").exists()  # of a process that was killed
     assert (tmp_path / "notes").exists()
     assert checkpoints(tmp_path / "nowhere") == []
 
 
-@pytest.mark.parametrize("file", ["state.safetensors", "header.json", "checksums.json"])
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
-def test_a_file_that_was_harmed_is_found_out(tmp_path: Path, file: str, harm: str) -> None:
-    path = save(tmp_path, HEADER, STATE) / file
+@pytest.mark.parametrize("harm", ["flip", "header", "cut", "empty", "remove"])
+def test_a_file_that_was_harmed_is_found_out(tmp_path, harm):
+    path = save(tmp_path, HEADER, STATE)
     content = path.read_bytes()
-    middle = len(content) // 2
-    harmed = {"flip": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], "cut": content[:middle]}
+    harmed = {"flip": flipped(content, -1), "header": flipped(content, content.index(b"rounds_done") + 16),
+              "cut": content[: len(content) // 2]}  # fmt: skip
     path.unlink() if harm == "remove" else path.write_bytes(harmed.get(harm, b""))
     with pytest.raises(CheckpointError, match="round-00003"):
-        load(path.parent)
+        load(path)
 
 
-def rewritten(path: Path, content: bytes, name: str = "header.json") -> None:
-    """Change a file together with its checksum."""
-    (path / name).write_bytes(content)
-    sums = json.loads((path / "checksums.json").read_text())
-    sums[name] = module._digest(path / name)
-    (path / "checksums.json").write_text(json.dumps(sums))
+def flipped(content: bytes, place: int) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1
+    return bytes(changed)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +123,10 @@ def rewritten(path: Path, content: bytes, name: str = "header.json") -> None:
         ({"total": None}, "cannot be read"),
     ],
 )
-def test_a_header_of_another_making_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    path = save(tmp_path, HEADER, STATE)
-    fields = json.loads((path / "header.json").read_text())
-    rewritten(path, json.dumps(fields | change).encode())
+def test_a_header_of_another_making_is_refused(tmp_path, change, said):
+    path = tmp_path / "round-00003.safetensors"
+    write_state(path, asdict(HEADER) | change, STATE)
     with pytest.raises(CheckpointError, match=said):
-        load(path)
-    rewritten(path, json.dumps({k: v for k, v in fields.items() if k != "shape"}).encode())
-    with pytest.raises(CheckpointError, match="cannot be read"):
         load(path)
 
 
@@ -142,40 +137,45 @@ class Bomb:
         return pytest.fail, ("a checkpoint was unpickled",)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    path = save(tmp_path, HEADER, STATE)
-    rewritten(path, pickle.dumps(Bomb()), "state.safetensors")
+def test_nothing_is_unpickled(tmp_path):
+    path = tmp_path / "round-00003.safetensors"
+    path.write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(path)
 
 
-def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path):
     for header in (at(1), at(2), at(3)):
         save(tmp_path, header, STATE)
-    for name in ("round-00003", "round-00002"):
-        (tmp_path / name / "state.safetensors").write_bytes(b"")
+    for name in ("round-00003.safetensors", "round-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"")
     found, damaged, complaints = load_newest(tmp_path)
     assert found is not None
-    assert found.path.name == "round-00001"
-    assert [path.name for path in damaged] == ["round-00003", "round-00002"]
-    assert "round-00003" in complaints[0]
+    assert found.path.stem == "round-00001"
+    assert [path.stem for path in damaged] == ["round-00003", "round-00002"]
+    assert "round-00003.safetensors" in complaints[0]
     set_aside(damaged)
-    assert [path.name for path in checkpoints(tmp_path)] == ["round-00001"]
-    assert len(list(tmp_path.glob("damaged-round-00003-*"))) == 1
+    assert [path.stem for path in checkpoints(tmp_path)] == ["round-00001"]
+    assert len(list(tmp_path.glob("damaged-round-00003*"))) == 1
     save(tmp_path, at(3), STATE)
-    set_aside([tmp_path / "round-00003"])  # once more: what was set aside before stays
-    assert len(list(tmp_path.glob("damaged-round-00003-*"))) == 2
+    set_aside([tmp_path / "round-00003.safetensors"])  # once more: what was set aside before stays
+    assert len(list(tmp_path.glob("damaged-round-00003*"))) == 2
 
 
-def test_no_checkpoint_at_all_is_told_from_none_that_is_whole(tmp_path: Path) -> None:
+def test_no_checkpoint_at_all_is_told_from_none_that_is_whole(tmp_path):
     assert load_newest(tmp_path / "nowhere") == (None, [], [])
-    path = save(tmp_path, HEADER, STATE)
-    (path / "header.json").write_text("{}")
+    save(tmp_path, HEADER, STATE).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="Start the run again"):
         load_newest(tmp_path)
 
 
-def test_another_shape_is_named() -> None:
+def test_a_run_of_another_version_is_named(tmp_path):
+    (tmp_path / "round-00003").mkdir()
+    with pytest.raises(CheckpointError, match="written by another version of esper"):
+        load_newest(tmp_path)
+
+
+def test_another_shape_is_named():
     require_same_shape({"a": 1}, {"a": 1}, Path("x"))
     with pytest.raises(CheckpointError, match="made with a = 1, but this run has 2"):
         require_same_shape({"a": 1}, {"a": 2}, Path("x"))
@@ -185,7 +185,7 @@ def test_another_shape_is_named() -> None:
         require_same_shape({}, {"b": 3}, Path("x"))
 
 
-def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_path):
     config, spec = resolve({"task": "digits"}), tiny.engine().spec
 
     def shape_of(x: torch.Tensor, folder: str) -> dict[str, object]:
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_p
         require_same_shape(shape_of(x, "here"), shape_of(changed, "here"), Path("x"))
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
     save(tmp_path, HEADER, STATE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a disk that is full
@@ -209,25 +209,35 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -
             save(tmp_path, at(4), STATE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in tmp_path.iterdir()] == ["round-00003"]
+    assert [path.stem for path in tmp_path.iterdir()] == ["round-00003"]
     assert load(checkpoints(tmp_path)[0]).header == HEADER
 
 
-def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tmp_path: Path) -> None:
+def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tmp_path):
     folder, mine = tmp_path / "checkpoints", tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis").write_text("mine")
     folder.mkdir()
-    for name in ("round-00001", "round-00002", "round-00009", ".draft-round-00009", ".round-00009.draft-0"):
+    for name in (
+        "round-00001.safetensors",
+        "round-00002.safetensors",
+        "round-00009.safetensors",
+        ".draft-round-00009",
+        ".round-00009.draft-0",
+    ):
         (folder / name).symlink_to(mine)
     for rounds in (7, 8, 9):
         save(folder, at(rounds), STATE)
-    assert sorted(path.name for path in folder.iterdir()) == ["round-00007", "round-00008", "round-00009"]
+    assert sorted(path.stem for path in folder.iterdir()) == [
+        "round-00007",
+        "round-00008",
+        "round-00009",
+    ]
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert (mine / "thesis").read_text() == "mine"
 
 
-def test_a_digest_is_of_names_types_shapes_and_values() -> None:
+def test_a_digest_is_of_names_types_shapes_and_values():
     x = torch.arange(4.0)
     base = state_digest({"a": x})
     assert state_digest({"a": x.clone()}) == base

@@ -14,14 +14,13 @@ import small_runs
 import tiny
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import GrowthManifest
-from esper.runs import best_host
-from esper.runs.build import assemble, dataset_of, engine_of
-from esper.runs.checkpoint import checkpoints, load, state_digest
-from esper.runs.config import RunConfig
-from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
-from esper.runs.outcomes import Outcome, run_controller
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
+from esper.runs.assembly.presets import config_of_run, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
+from esper.runs.evaluation.outcomes import Outcome, run_controller
+from esper.runs.training import best_host
+from esper.runs.training.checkpoint import BEST, checkpoints, load, state_digest
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.null import best_schedule_value
@@ -44,10 +43,10 @@ def outcome_of(controller: Controller, config: RunConfig, hosts: int = 1, seed: 
 
 
 def compared(arguments: list[str], path: Path) -> dict[str, Any]:
-    """`esper evaluate` with its JSON."""
-    assert main(["evaluate", *arguments, "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    """`esper evaluate` with its JSON; "rows" are those of the controllers by name."""
+    assert main(["evaluate", *arguments, "--out", str(path.with_suffix(""))]) == 0
+    found: dict[str, Any] = json.loads((path.with_suffix("") / "evaluation.json").read_text())
+    return found | {"rows": {row["name"]: row for row in found["controllers"]}}
 
 
 def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
@@ -55,14 +54,16 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
 ) -> None:
     before = contents(run)
     asked = []
-    monkeypatch.setattr("esper.runs.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more)))
+    monkeypatch.setattr(
+        "esper.runs.evaluation.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more))
+    )
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     assert [more["num_envs"] for _, more in asked] == [4, 4]
     assert asked[0][1]["available"] == asked[1][1]["available"] > 0  # before any host took memory
     assert asked[0][0] == tiny.HOST
     assert asked[1][0].num_params() >= tiny.HOST.num_params()  # those of big_host
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {"trained", *BASELINES, "untrained", "static_common", "big_host"}
     assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
     assert found["reference"] == "trained"
@@ -88,28 +89,15 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
     assert "heuristic, 4 hosts of tiny" in err
 
 
-@pytest.mark.slow
-def test_the_same_evaluation_twice_gives_the_same_numbers(run: Path, tmp_path: Path) -> None:
-    first, again = (compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / name) for name in ("a", "b"))
-    for found in (first, again):
-        found["controllers"] = [without_times(row) for row in found["controllers"]]
-    assert first == again
-    other = compared([str(run), "wait_only", "--num-envs", "2", "--seed", "7"], tmp_path / "c.json")
-    assert other["controllers"] != first["controllers"]
-
-
 def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path: Path) -> None:
-    alone = compared(
-        ["random", "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "a.json"
+    size, names = (
+        ["--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"],
+        {"heuristic", "random", "wait_only"},
     )
-    names = ["heuristic", "random", "wait_only"]
-    among = compared([*names, "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "b.json")
-    assert {row["name"] for row in among["controllers"]} == set(names)
-    one, other = (
-        next(without_times(row) for row in of["controllers"] if row["name"] == "random") for of in (alone, among)
-    )
-    assert one == other
-    assert {row["name"] for row in alone["controllers"]} == {"random", "wait_only"}  # the reference is always there
+    alone, among = compared(["random", *size], tmp_path / "a.json"), compared([*names, *size], tmp_path / "b.json")
+    assert without_times(alone["rows"]["random"]) == without_times(among["rows"]["random"])
+    assert among["rows"].keys() == names
+    assert alone["rows"].keys() == {"random", "wait_only"}  # the reference is always there
 
 
 def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evaluated(tmp_path: Path) -> None:
@@ -125,19 +113,19 @@ def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evalu
 def test_a_damaged_newest_checkpoint_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     assert small_runs.train(path, "null", 2) == 0
-    (path / "checkpoints/round-00002/state.safetensors").write_bytes(b"")
+    (path / "checkpoints/round-00002.safetensors").write_bytes(b"")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
-    assert "round-00002/state.safetensors does not match its checksum" in capfd.readouterr().err
+    assert "round-00002.safetensors cannot be read" in capfd.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
-    config = recorded(read_toml(run / "config.toml"))
+    config = config_of_run(run)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         trained(tmp_path, config)
 
 
 def test_a_policy_of_another_shape_is_refused(run: Path) -> None:
-    config = recorded(read_toml(run / "config.toml") | {"slots": ["r0c0", "r0c1"]})
+    config = config_of_run(run, {"slots": ["r0c0", "r0c1"]})
     with pytest.raises(CheckpointError, match="head_sizes"):
         outcome_of(trained(run, config).controller, config)
 
@@ -151,7 +139,7 @@ def test_an_unknown_baseline_is_refused() -> None:
 def test_the_null_task_is_compared_with_its_best_schedule_and_no_other_task_can_be(tmp_path: Path) -> None:
     size = ["--num-envs", "2", "--episode-length", "24"]
     found = compared(["best_schedule", "--task", "null", *size], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {"best_schedule", "wait_only"}
     assert rows["best_schedule"]["committed"] == pytest.approx(best_schedule_value(24, 10, 3), abs=1e-4)
     assert "best_schedule" in all_baselines(resolve({"task": "null"}), with_run=False)
@@ -169,7 +157,7 @@ def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_
     names = ["static_final", "fixed_schedule_fill", "heuristic"]
     size = ["--task", "faulty_null", "--episode-length", "30", "--num-envs", "3"]
     found = compared([*names, *size], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {*names, "wait_only"}
     source = rows["fixed_schedule_fill"]["structures"]
     # the second host is rolled back in step 5, and a schedule does not germinate a lost seed again
@@ -186,7 +174,7 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = compared(["fixed_schedule", "static_final", str(run), "--num-envs", "2"], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert rows["static_final"]["structures"] == rows["trained"]["structures"]
     grown = any(structure["slots"] for structure in rows["trained"]["structures"])
     said = "each host has the final structure of trained" if grown else "trained ended without fossilized seeds"
@@ -223,7 +211,7 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
     assert "has no best checkpoint" in capfd.readouterr().err
     assert small_runs.resume(path, "--rounds", "14") == 0
-    best = load(path / "checkpoints" / "best")
+    best = load(path / "checkpoints" / BEST)
     lines = small_runs.records(path)["metrics.jsonl"]
     means = {n: np.mean([line["objective_mean"] for line in lines[n - 10 : n]]) for n in range(10, 15)}
     assert best.header.rounds_done == max(means, key=lambda n: (means[n], -n))
@@ -233,16 +221,16 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     assert compared([str(path), "wait_only", "--num-envs", "2"], tmp_path / "b.json")["trained"] == "after 14 rounds"
     # the same run without an interruption has the same best policy
     assert small_runs.train(whole, "null", 14) == 0
-    assert load(whole / "checkpoints" / "best").header.trend == best.header.trend
-    assert state_digest(load(whole / "checkpoints" / "best").state) == state_digest(best.state)
+    assert load(whole / "checkpoints" / BEST).header.trend == best.header.trend
+    assert state_digest(load(whole / "checkpoints" / BEST).state) == state_digest(best.state)
     # it is as guarded as the others, and stands in for them
     for other in checkpoints(path / "checkpoints"):
-        (other / "state.safetensors").write_bytes(b"")
+        other.write_bytes(b"")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
     assert f"Using the one after {best.header.rounds_done} rounds instead." in capfd.readouterr().err
-    (path / "checkpoints" / "best" / "header.json").write_text("{}")
+    (path / "checkpoints" / BEST).write_text("{}")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
-    assert "best/header.json does not match its checksum" in capfd.readouterr().err
+    assert "best.safetensors cannot be read" in capfd.readouterr().err
 
 
 # -- several runs, other tasks, derived baselines ----------------------------------------------------------------------
@@ -266,10 +254,10 @@ def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(
     assert [group["seed"] for group in together["groups"]] == [1_000_000, 1_000_001]
     assert [group["training_seed"] for group in together["groups"]] == [0, 1]
     assert together["unit"] == "run"
-    rows = {row["name"]: row for row in together["controllers"]}
+    rows = together["rows"]
     alone = [compared([run, "heuristic", "--num-envs", "3"], tmp_path / "one.json") for run in seeds]
     for name in ("trained", "heuristic"):
-        parts = [{row["name"]: row for row in one["controllers"]}[name]["hosts"]["objective"] for one in alone]
+        parts = [one["rows"][name]["hosts"]["objective"] for one in alone]
         assert rows[name]["hosts"]["objective"] == [*parts[0], *parts[1]]
         assert rows[name]["units"] == pytest.approx([np.mean(part) for part in parts])
     means = [row["units"] for row in (rows["heuristic"], rows["trained"])]
@@ -303,7 +291,7 @@ def test_baselines_can_meet_the_hosts_of_several_seeds(tmp_path: Path) -> None:
     size = ["--task", "tiny", "--episode-length", "2", "--num-envs", "3"]
     both = compared(["random", *size, "--seed", "4", "--seed", "9"], tmp_path / "a.json")
     one = compared(["random", *size, "--seed", "9"], tmp_path / "b.json")
-    rows, alone = ({row["name"]: row for row in of["controllers"]}["random"] for of in (both, one))
+    rows, alone = (of["rows"]["random"] for of in (both, one))
     assert both["unit"] == "host"
     assert rows["hosts"]["objective"][3:] == alone["hosts"]["objective"]
     assert rows["hosts"]["objective"][:3] != alone["hosts"]["objective"]
@@ -318,8 +306,11 @@ def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
         tmp_path / "a.json",
     )
     assert (found["task"], found["episode_length"], found["seed"]) == ("faulty_null", 9, 1_000_000)
-    assert {row["name"] for row in found["controllers"]} == {"trained", "untrained", "wait_only"}
+    assert set(found["rows"]) == {"trained", "untrained", "wait_only"}
     assert sum(found["controllers"][0]["ops"].values()) >= 3 * 9 - 1  # one host is rolled back in one step
+    longer = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "b.json")
+    assert (longer["task"], longer["episode_length"]) == ("tiny", 7)
+    assert sum(longer["controllers"][0]["ops"].values()) == 2 * 7
     assert contents(run) == before
     with registered(tiny.task(name="two_slots", enabled=("r0c0", "r0c1"))):
         assert main(["evaluate", str(run), "--task", "two_slots"]) == 2
@@ -332,11 +323,9 @@ def test_several_tasks_give_the_comparisons_of_each_by_itself(
 ) -> None:
     size = ["random", "--episode-length", "4", "--num-envs", "2"]
     tasks = ["--task", "tiny", "--task", "faulty_null"]
-    path = tmp_path / "both.json"
-    assert main(["evaluate", str(run), *size, *tasks, "--out", str(tmp_path / "out"), "--json", str(path)]) == 0
+    assert main(["evaluate", str(run), *size, *tasks, "--out", str(tmp_path / "out")]) == 0
     shown = capfd.readouterr().out
-    both = json.loads(path.read_text())
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == both
+    both = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert shown.index("tiny") < shown.index("faulty_null")
     for found, task in zip(both, ("tiny", "faulty_null"), strict=True):
         alone = compared([str(run), *size, "--task", task], tmp_path / "one.json")
@@ -348,14 +337,8 @@ def test_several_tasks_give_the_comparisons_of_each_by_itself(
     assert "the tasks tiny, tiny are not all different" in capfd.readouterr().err
 
 
-def test_the_same_task_with_longer_episodes(run: Path, tmp_path: Path) -> None:
-    found = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "a.json")
-    assert found["episode_length"] == 7
-    assert sum(found["controllers"][0]["ops"].values()) == 2 * 7
-
-
 def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run: Path) -> None:
-    config = recorded(read_toml(run / "config.toml"))
+    config = config_of_run(run)
     engine = engine_of(config, dataset_of(config, CPU), CPU)
     own, other_seed, later = (
         controller.make(engine.spec).state_dict()
@@ -429,8 +412,8 @@ def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monk
     for path, changed in zip(runs, (False, True), strict=True):
         monkeypatch.setattr(sys.modules[__name__], "_other_test_split", changed)
         options = ["--task", "split_tiny", *small_runs.OPTIONS["tiny"][2:]]
-        assert main(["train", "--rounds", "2", "--run-dir", str(path), *options]) == 0
-        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
+        assert main(["train", "--rounds", "2", "--out", str(path), *options]) == 0
+        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / f"report-{path.name}.json"))
     states = [contents(path / "checkpoints") for path in runs]
     bests = [best_host.read(path / "checkpoints") for path in runs]  # the file says its test accuracy too
     assert dataclasses.replace(bests[0], test=bests[1].test) == bests[1]

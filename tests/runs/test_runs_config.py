@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, EsperError
-from esper.runs.config import RunConfig
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import flat, merge, parse, plain, read_toml
+from esper.runs.assembly.presets import config_of_run, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import flat, merge, parse, plain, read_toml
 
 
 def refusal(told: dict[str, Any]) -> str:
@@ -22,7 +21,7 @@ def refusal(told: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_configuration_is_frozen() -> None:
+def test_a_configuration_is_frozen():
     config = resolve({"task": "null"})
     with pytest.raises(FrozenInstanceError):
         config.rounds = 3  # type: ignore[misc]
@@ -30,11 +29,11 @@ def test_a_configuration_is_frozen() -> None:
 
 @pytest.mark.parametrize("task", ["null", "digits", "fashion_mnist"])
 @pytest.mark.parametrize("preset", ["quickstart", "small", "paper"])
-def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path, task: str, preset: str) -> None:
+def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path, task, preset):
     config = resolve({"task": task, "preset": preset})
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(plain(config)))
-    assert recorded(read_toml(file)) == config
+    assert config_of_run(file.parent) == config
     assert resolve({}, file) == config
 
 
@@ -48,21 +47,19 @@ def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path,
         ({"rounds": "3"}, 'rounds is "3"; it must be a whole number'),
         ({"rounds": True}, "rounds is true; it must be a whole number"),
         ({"rounds": 1.5}, "rounds is 1.5; it must be a whole number"),
-        ({"episode_length": 0}, "episode_length is 0; it must lie between 1 and 4095"),
+        ({"episode_length": 0}, "episode_length is 0; it must be at least 1"),
         ({"episode_length": 4096}, "episode_length is 4096"),
         ({"num_envs": 0}, "num_envs is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),
         ({"batch_train": -1}, "batch_train is -1"),
-        ({"task": "digits", "batch_val": 0}, "batch_val is 0; it must be at least 1"),
+        ({"task": "digits", "batch_val": 0}, "batch_val is 0; both must be at least 1"),
         ({"ppo": {"lr": math.nan}}, "ppo.lr is nan"),
         ({"ppo": {"lr": math.inf}}, "ppo.lr is inf"),
         ({"ppo": {"lr": "fast"}}, 'ppo.lr is "fast"; it must be a number'),
-        ({"ppo": 3}, "ppo is 3, but it is a table; set its keys, such as ppo.feature_width"),
-        ({"reward": "sparse"}, "set its keys, such as reward.mode"),
+        ({"ppo": 3}, "ppo is 3; it must be a table"),
+        ({"reward": "sparse"}, "reward is \"sparse\"; it must be a table"),
         ({"ppo": {"adam_betas": [0.9]}}, "ppo.adam_betas"),
-        ({"ppo": {"gamma": 0.9}}, "leave ppo.gamma out"),
-        ({"reward": {"gamma": 0.9}}, "reward.gamma is 0.9"),
         ({"reward": {"mode": "basic_plus"}, "lifecycle": {"fossils_as_players": False}}, "fossils_as_players = true"),
         ({"optimizer": {"host_lr": math.nan}}, "optimizer.host_lr is nan"),
         ({"lifecycle": {"sequential": 1}}, "lifecycle.sequential is 1; it must be true or false"),
@@ -94,22 +91,22 @@ def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path,
         ({"reward": {"loss": {"typical": 3}}}, "unknown key reward.loss.typical"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_way_out(told: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_with_the_way_out(told, said):
     assert said in refusal(told)
 
 
 @settings(max_examples=25)
 @given(st.sampled_from(["rounds", "num_envs", "episode_length", "seed"]), st.text(max_size=5) | st.floats() | st.none())
-def test_a_whole_number_is_nothing_else(name: str, value: object) -> None:
+def test_a_whole_number_is_nothing_else(name, value):
     with pytest.raises(EsperError):
         resolve({"task": "null", name: value})
 
 
-def test_a_whole_number_stands_for_a_float() -> None:
+def test_a_whole_number_stands_for_a_float():
     assert resolve({"task": "null", "ppo": {"vf_coef": 1}}).ppo.vf_coef == 1.0
 
 
-def test_a_value_that_is_missing_is_named() -> None:
+def test_a_value_that_is_missing_is_named():
     values = plain(resolve({"task": "null"}))
     del values["num_envs"]
     with pytest.raises(ConfigError, match="num_envs is missing"):
@@ -120,7 +117,7 @@ def test_a_value_that_is_missing_is_named() -> None:
     ("content", "said"),
     [("rounds = \n", "not valid TOML"), ("\xff\xfe", "not valid TOML"), (None, "cannot be read"), ("", None)],
 )
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: str | None, said: str | None) -> None:
+def test_a_file_that_is_no_toml_is_refused(tmp_path, content, said):
     file = tmp_path / "run.toml"
     if content is not None:
         file.write_bytes(content.encode("latin-1"))
@@ -131,21 +128,21 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: str | None, 
             read_toml(file)
 
 
-def test_tables_are_merged_key_by_key() -> None:
+def test_tables_are_merged_key_by_key():
     assert merge({"a": 1, "t": {"x": 1, "y": 2}}, {"t": {"y": 3}, "b": 4}) == {"a": 1, "b": 4, "t": {"x": 1, "y": 3}}
     assert merge({"t": {"x": 1}}, {"t": 5}) == {"t": 5}
 
 
-def test_values_have_dotted_names() -> None:
+def test_values_have_dotted_names():
     assert flat({"a": 1, "t": {"x": {"y": 2}}}) == {"a": 1, "t.x.y": 2}
 
 
-def test_the_time_limit_follows_the_reward_unless_it_is_told() -> None:
+def test_the_time_limit_follows_the_reward_unless_it_is_told():
     assert resolve({"task": "null"}).engine().time_limit == "terminate"  # objective
     assert resolve({"task": "null", "reward": {"mode": "shaped"}}).engine().time_limit == "truncate"
     assert resolve({"task": "null", "time_limit": "truncate"}).engine().time_limit == "truncate"
 
 
-def test_an_evaluation_may_have_other_hosts_than_the_run() -> None:
+def test_an_evaluation_may_have_other_hosts_than_the_run():
     engine = resolve({"task": "null", "seed": 3}).engine(run_seed=1_000_003, num_envs=5)
     assert (engine.run_seed, engine.num_envs) == (1_000_003, 5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_runs_report import NAN, WEIGHTS, stats, step
 
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Cause, HostFamily, SeedStage
 from esper.runs.events import round_events, run_started, step_events
 from esper.telemetry.anomalies import Alarm, Trend, of_update
@@ -186,7 +186,7 @@ def test_the_first_event_says_which_run_it_is() -> None:
 def test_steps_that_the_reward_marked_are_an_alarm_of_their_host() -> None:
     found = list(round_events(stats(flags=np.array([[0, 3], [1, 0]])), {}, SPEC, Trend(), WEIGHTS))
     assert [event for event in found if event["kind"] == "alarm"] == [
-        {"kind": "alarm", "round": 5, "t": 8, "host": 10, "name": "ransomware_steps", "value": 3.0, "threshold": 0.0},
+        {"kind": "alarm", "round": 5, "t": 8, "host": 10, "name": "entangled_steps", "value": 3.0, "threshold": 0.0},
         {
             "kind": "alarm", "round": 5, "t": 8, "host": 11, "name": "attribution_ratio_steps", "value": 1.0,
             "threshold": 0.0,

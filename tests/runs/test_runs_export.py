@@ -1,7 +1,6 @@
 """esper export: the best host of a run as files; and a topology that is trained again."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 import small_runs
 from esper.export.network import load
-from esper.runs.checkpoint import checkpoints
+from esper.runs.training.checkpoint import checkpoints
 from esper.tasks.registry import task_by_name
 from hosts_to_export import TOPOLOGIES
 from small_runs import contents, interrupted_at, main
@@ -33,7 +32,7 @@ def last_episode(run: Path) -> list[dict[str, float]]:
 
 def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path, capfd):
     before = contents(run)
-    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
     assert contents(run) == before
     network, episode = load(tmp_path / "grown"), last_episode(run)
     best = int(np.argmax([line["objective"] for line in episode]))
@@ -50,18 +49,18 @@ def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path,
     assert f"accuracy: validation {network.description.val:.2f}, test {accuracy:.2f}" in out
 
     other = 1 - best
-    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--host", str(other)]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "other"), "--host", str(other)]) == 0
     assert load(tmp_path / "other").description.val == pytest.approx(episode[other]["committed_accuracy"])
 
 
 @pytest.mark.slow
 def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
-    assert main(["export", str(run), "--to", str(tmp_path / "a")]) == 0
-    assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "b"), "--format", "pt2"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 0
+    assert main(["export", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--format", "pt2"]) == 0
     first, second = contents(tmp_path / "a"), contents(tmp_path / "b")
     assert {name: second[name] for name in first} == first
     assert second.keys() - first.keys() == {"model.pt2"}
-    assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "c"), "--host", "1"]) == 2
+    assert main(["export", str(tmp_path / "a"), "--out", str(tmp_path / "c"), "--host", "1"]) == 2
     assert "holds one network; leave --host, --last and --live out" in capfd.readouterr().err
 
 
@@ -69,7 +68,7 @@ def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_sc
     path = tmp_path / "run"
     with interrupted_at(1, 3):
         assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 130
-    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(path), "--out", str(tmp_path / "grown")]) == 0
     found = load(tmp_path / "grown").description
     assert (found.topology, found.test) == (TOPOLOGIES[0], None)
     assert found.val is not None
@@ -78,25 +77,25 @@ def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_sc
 def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
     path = tmp_path / "run"
     assert small_runs.train(path, "null", 1) == 0
-    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 2
+    assert main(["export", str(path), "--out", str(tmp_path / "grown")]) == 2
     assert "'faulty_null' is scripted and has no networks" in capfd.readouterr().err
-    assert main(["export", str(run), "--to", str(tmp_path / "grown"), "--host", "2"]) == 2
+    assert main(["export", str(run), "--out", str(tmp_path / "grown"), "--host", "2"]) == 2
     assert "there is no host 2; choose one of 0 to 1" in capfd.readouterr().err
     with interrupted_at(2, 1):  # after the checkpoint of the first round
         assert small_runs.train(tmp_path / "between", "tiny", 2) == 130
     (newest, *_) = checkpoints(tmp_path / "between" / "checkpoints")
-    shutil.rmtree(newest)
-    assert main(["export", str(tmp_path / "between"), "--last", "--to", str(tmp_path / "grown")]) == 2
+    newest.unlink()
+    assert main(["export", str(tmp_path / "between"), "--last", "--out", str(tmp_path / "grown")]) == 2
     err = capfd.readouterr().err
     assert "has no checkpoint with hosts (the newest is after 1 round)" in err
     assert "complete it with esper train --resume" in err
 
 
 def test_an_exported_topology_is_trained_from_new_weights_with_the_same_seeds(run, tmp_path, capfd):
-    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
     file = tmp_path / "grown" / "model.json"
     again = tmp_path / "again"
-    options = ["--run-dir", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--topology", str(file)]
+    options = ["--out", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--topology", str(file)]
     assert main(["train", *options]) == 0
     assert small_runs.summary(again)["rounds"] == 1
     assert {line["ops"]["WAIT"] for line in last_episode(again)} == {6}
@@ -117,12 +116,12 @@ def test_a_run_with_a_topology_is_resumed_inside_an_episode_with_the_same_result
 
 
 def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
-    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
     capfd.readouterr()
     names = ["static_final", "--task", "tiny", "--episode-length", "3", "--num-envs", "1"]
     topology = ["--topology", str(tmp_path / "grown" / "model.json")]
-    assert main(["evaluate", *names, *topology, "--json", str(tmp_path / "report.json")]) == 0
-    rows = {row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["controllers"]}
+    assert main(["evaluate", *names, *topology, "--out", str(tmp_path / "out")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["controllers"]}
     assert rows["static_final"]["structures"] == [TOPOLOGIES[0].tree()]
     assert rows["wait_only"]["fossilized"] == 0.0
     assert "static_final: each host has r0c0 conv_light ADD" in capfd.readouterr().out
@@ -131,7 +130,7 @@ def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["r0c0 conv_light"], "'r0c0 conv_light' names no seed; write slot, blueprint and algorithm"),
+        (["r0c0 conv_light"], "'r0c0 conv_light' does not name a seed; write slot, blueprint and algorithm"),
         (["r9c9 conv_light ADD"], "has the slot 'r9c9', which this run does not have"),
         (["r0c0 conv_lihgt ADD"], "did you mean 'conv_light'"),
     ],

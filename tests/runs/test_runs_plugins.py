@@ -7,9 +7,8 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import ConfigError
-from esper.runs.plugins import load_plugins
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.runs.assembly.plugins import load_plugins
+from esper.runs.assembly.presets import config_of_run, resolve
 from esper.simic.rewards import reward_names
 
 FRUGAL = """
@@ -42,7 +41,7 @@ def plugin(folder: Path, name: str, content: str) -> Path:
         ),
     ],
 )
-def test_a_plugin_that_fails_is_named_with_the_line(tmp_path: Path, content: str, said: str) -> None:
+def test_a_plugin_that_fails_is_named_with_the_line(tmp_path, content, said):
     path = plugin(tmp_path, "broken", content)
     with pytest.raises(ConfigError) as caught:
         load_plugins([str(path)])
@@ -52,30 +51,28 @@ def test_a_plugin_that_fails_is_named_with_the_line(tmp_path: Path, content: str
         load_plugins([str(path)])
 
 
-def test_plugins_that_are_missing_are_told_apart(tmp_path: Path) -> None:
+def test_plugins_that_are_missing_are_told_apart(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no plugin .*nowhere\.py"):
         load_plugins([str(tmp_path / "nowhere.py")])
     with pytest.raises(ConfigError, match=r"there is no plugin module 'no_such_package\.inner'"):
         load_plugins(["no_such_package.inner"])
 
 
-def test_a_file_is_imported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_imported_once(tmp_path, capsys):
     path = plugin(tmp_path, "once", "print('imported')\n")
     load_plugins([str(path), str(path)])
     load_plugins([str(path)])
     assert capsys.readouterr().out == "imported\n"
 
 
-def test_two_files_of_one_name_are_two_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_of_one_name_are_two_plugins(tmp_path, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         load_plugins([str(plugin(tmp_path / folder, "same", f"print('{folder}')\n"))])
     assert capsys.readouterr().out == "a\nb\n"
 
 
-def test_a_module_of_the_working_directory_can_be_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_of_the_working_directory_can_be_named(tmp_path, monkeypatch, capsys):
     plugin(tmp_path, "growth_of_mine", "print('imported')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -83,7 +80,7 @@ def test_a_module_of_the_working_directory_can_be_named(
     assert capsys.readouterr().out == "imported\n"
 
 
-def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path: Path) -> None:
+def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path):
     path = plugin(tmp_path, "frugal", FRUGAL.format(name="frugal"))
     config = resolve({"task": "null", "plugins": [str(path)], "reward": {"mode": "frugal"}})
     assert "frugal" in reward_names()
@@ -93,7 +90,7 @@ def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path: Pat
     assert config.lifecycle.fossils_as_players
 
 
-def test_naming_a_built_in_reward_takes_a_registered_one_back(tmp_path: Path) -> None:
+def test_naming_a_built_in_reward_takes_a_registered_one_back(tmp_path):
     path = plugin(tmp_path, "thrifty", FRUGAL.format(name="thrifty"))
     file = tmp_path / "run.toml"
     file.write_text('task = "null"\nplugins = ["thrifty.py"]\n[reward]\nmode = "thrifty"\nparam_penalty_weight = 0.5\n')
@@ -103,21 +100,19 @@ def test_naming_a_built_in_reward_takes_a_registered_one_back(tmp_path: Path) ->
     assert resolve({"reward": {"mode": "shaped"}}, file).reward_name == "shaped"
 
 
-def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp_path: Path) -> None:
+def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp_path):
     path = plugin(tmp_path, "sparing", FRUGAL.format(name="sparing"))
     run = tmp_path / "run"
     with small_runs.interrupted_at(1, 3):
         assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "sparing") == 130
-    assert recorded(read_toml(run / "config.toml"), trust=True).reward_name == "sparing"
+    assert config_of_run(run, trust=True).reward_name == "sparing"
     assert small_runs.resume(run, "--plugins", str(path)) == 0
     assert small_runs.summary(run)["reward"] == "sparing"
     assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["file", "module"])
-def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line_allows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_code_that_a_run_directory_names_is_executed_only_where_that_is_allowed(tmp_path, monkeypatch, capfd, kind):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     run = tmp_path / "run"
@@ -131,7 +126,7 @@ def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line
     assert planted in config.read_text()
     before = small_runs.contents(run)
     commands = (["train", "--resume", "run", "--rounds", "2"], ["evaluate", "run", "wait_only", "--num-envs", "1"])
-    commands = (*commands, ["train", "--config", "run/config.toml", "--run-dir", "again"])
+    commands = (*commands, ["train", "--config", "run/config.toml", "--out", "again"])
     for command in commands:
         assert small_runs.main(command) == 2
         out, err = capfd.readouterr()
@@ -149,7 +144,7 @@ def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line
     assert small_runs.main([*commands[2], "--trust"]) == 0
 
 
-def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -> None:
+def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path):
     path = plugin(
         tmp_path,
         "own_task",
@@ -160,7 +155,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -
         "from esper.leyline.stages import HostFamily\n"
         "from esper.tasks import register_task\n"
         "class Pointwise(AbstractBlueprint):\n"
-        "    name, family, birth = 'pointwise_of_a_plugin', HostFamily.CNN, {'weight': 0.0}\n"
+        "    name, family, init = 'pointwise_of_a_plugin', HostFamily.CNN, {'weight': 0.0}\n"
         "    def build(self, channels):\n"
         "        return nn.Conv2d(channels, channels, 1, bias=False)\n"
         "register(Pointwise())\n"
@@ -169,7 +164,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -
     from esper.kasmina.blueprints import registry
 
     run = tmp_path / "run"
-    arguments = ["--task", "task_of_a_plugin", "--plugins", str(path), "--run-dir", str(run), *small_runs.FAST]
+    arguments = ["--task", "task_of_a_plugin", "--plugins", str(path), "--out", str(run), *small_runs.FAST]
     try:
         assert small_runs.main(["train", "--rounds", "1", "--num-envs", "2", "--episode-length", "3", *arguments]) == 0
         started = small_runs.records(run)["events.jsonl"][0]

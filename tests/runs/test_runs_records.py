@@ -19,6 +19,7 @@ from esper.telemetry.hub import Hub, register_listener
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.executors.scripted import ScriptedExecutor
 
+TERMS = ("gain", "rent")
 GERMINATED = moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP))
 
 
@@ -49,7 +50,9 @@ class Bench:
         self.now = 100.0
         self.notebook = Notebook()
         self.directory = RunDirectory.create(path, {})
-        self.records = Records(self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, clock=lambda: self.now)
+        self.records = Records(
+            self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, TERMS, clock=lambda: self.now
+        )
 
     def steps(self, *numbers: int, seconds: float = 0.001, **changes: object) -> None:
         for t in numbers:
@@ -88,7 +91,7 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", {})
     hub = Hub({})
     hub.add_registered(tmp_path)
-    records = Records(directory, hub, SPEC, WEIGHTS)
+    records = Records(directory, hub, SPEC, WEIGHTS, TERMS)
     for t in (1, 2):
         records.step(step(t=t))
         assert [fields["t"] for _, fields in active.taken] == list(range(1, t + 1))

@@ -6,9 +6,9 @@ import torch
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Cause, SeedStage
-from esper.runs.presets import resolve
+from esper.runs.assembly.presets import resolve
 from esper.runs.report import Cost, RoundSoFar, ops_by_name, round_line, shapley_of, slots_by_stage, summary
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 
 NAN = float("nan")

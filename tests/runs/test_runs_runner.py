@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import tomllib
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import CheckpointError
-from esper.runs import runner as runner_module
-from esper.runs.build import assemble, device_of
-from esper.runs.checkpoint import checkpoints, load
+from esper.runs.assembly.assemble import assemble, device_of
+from esper.runs.training import runner as runner_module
+from esper.runs.training.checkpoint import checkpoints, load
 from small_runs import contents, interrupted_at, records, resume, summary, train
 
 
@@ -33,10 +34,10 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert trends[0] == trends[1]  # what the best policy will be judged by
 
 
-def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: dict[str, Path]) -> None:
+def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole):
     names = {path.name for path in whole["null"].iterdir()}
     assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record"}
-    assert [path.name for path in checkpoints(whole["null"] / "checkpoints")] == [
+    assert [path.stem for path in checkpoints(whole["null"] / "checkpoints")] == [
         "round-00003",
         "round-00002",
         "round-00001",
@@ -44,26 +45,23 @@ def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: d
     assert [line["round"] for line in records(whole["null"])["metrics.jsonl"]] == [1, 2, 3]
 
 
-def test_the_small_runs_are_worth_comparing(whole: dict[str, Path]) -> None:
+def test_the_small_runs_are_worth_comparing(whole):
     """Seeds are born, blended, lost and kept, and a host is rolled back: a resume has all of it to restore."""
     events = [event for path in whole.values() for event in records(path)["events.jsonl"]]
     assert {"TRAINING", "BLENDING", "PRUNED"} <= {event["to"] for event in events if event["kind"] == "stage_changed"}
     assert any(event["kind"] == "rollback" for event in events)
 
 
-def test_a_summary_says_what_the_run_came_to(whole: dict[str, Path]) -> None:
+def test_a_summary_says_what_the_run_came_to(whole):
     found = json.loads((whole["tiny"] / "summary.json").read_text())
-    assert found["env_steps"] == 3 * 2 * 6
-    assert found["host_reads_per_step"] == 1.0
-    assert found["rounds"] == 3
-    assert found["task"] == "tiny"
-    assert found["reward"] == "objective"
+    expected = {"env_steps": 36, "host_reads_per_step": 1.0, "rounds": 3, "task": "tiny", "reward": "objective"}
+    assert {name: found[name] for name in expected} == expected
     assert found["dropped_records"] == 0
     assert found["env_steps_per_second"] == pytest.approx(36 / (found["rollout_seconds"] + found["update_seconds"]))
-    assert len(found["state_digest"]) == 64
+    assert found["state_digest"] != json.loads((whole["null"] / "summary.json").read_text())["state_digest"]
 
 
-def test_a_run_in_two_processes_is_that_of_one(whole: dict[str, Path]) -> None:
+def test_a_run_in_two_processes_is_that_of_one(whole):
     assert summary(whole["shared"]) == summary(whole["streamed"])
     shared, streamed = (records(whole[kind]) for kind in ("shared", "streamed"))
     for events in (shared["events.jsonl"], streamed["events.jsonl"]):
@@ -73,85 +71,56 @@ def test_a_run_in_two_processes_is_that_of_one(whole: dict[str, Path]) -> None:
     assert kept == expected | {"workers": 2}
 
 
-def test_another_seed_gives_another_state(whole: dict[str, Path], tmp_path: Path) -> None:
-    assert train(tmp_path / "other", "null", 3, "--seed", "1") == 0
-    assert summary(tmp_path / "other")["state_digest"] != summary(whole["null"])["state_digest"]
+SLOW = pytest.mark.slow
+INTERRUPTED = [
+    ("null", [(1, 5)]),
+    ("tiny", [(2, 3)]),
+    ("streamed", [(2, 2)]),
+    ("null", [(2, 8)]),  # the last step of a round: it ends after the update
+    pytest.param("null", [(2, 3)], marks=SLOW),
+    pytest.param("shared", [(2, 2)], marks=SLOW),
+    pytest.param("tiny", [(1, 1), (1, 4), (2, 5), (3, 1)], marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        *(("null", (1, 5)), ("tiny", (2, 3)), ("streamed", (2, 2))),
-        pytest.param("null", (2, 3), marks=pytest.mark.slow),
-        pytest.param("shared", (2, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(
-    whole: dict[str, Path], tmp_path: Path, kind: str, step: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("kind", "steps"), INTERRUPTED)
+def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(whole, tmp_path, kind, steps):
     path = tmp_path / "run"
-    with interrupted_at(*step):
-        assert train(path, kind) == 130
-    assert not (path / "summary.json").exists()
-    assert resume(path) == 0
+    with ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(interrupted_at(*step))
+        assert [train(path, kind), *(resume(path) for _ in steps[1:])] == [130] * len(steps)
+        assert not (path / "summary.json").exists()
+        assert resume(path) == 0
     assert_same_run(path, whole[kind])
 
 
-@pytest.mark.slow
-def test_a_run_may_be_interrupted_again_and_again(whole: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with interrupted_at(1, 1), interrupted_at(1, 4), interrupted_at(2, 5), interrupted_at(3, 1):
-        assert [train(path, "tiny"), resume(path), resume(path), resume(path)] == [130] * 4
-        assert resume(path) == 0
-    assert_same_run(path, whole["tiny"])
-
-
-def test_an_interruption_in_the_last_step_of_a_round_ends_it_after_the_update(
-    whole: dict[str, Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    with interrupted_at(2, 8):
-        assert train(path) == 130
-    assert [path.name for path in checkpoints(path / "checkpoints")] == ["round-00002", "round-00001"]
-    assert resume(path) == 0
-    assert_same_run(path, whole["null"])
-
-
-def test_an_interruption_in_the_very_last_step_changes_nothing(whole: dict[str, Path], tmp_path: Path) -> None:
+def test_an_interruption_in_the_very_last_step_changes_nothing(whole, tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with interrupted_at(3, 8):
         assert train(tmp_path / "run") == 0
     assert_same_run(tmp_path / "run", whole["null"])
-    assert checkpoints(tmp_path / "run/checkpoints")[0].name == "round-00003"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.parametrize("kind", ["null", pytest.param("tiny", marks=pytest.mark.slow)])
-def test_a_run_that_is_extended_equals_one_that_was_that_long_from_the_start(
-    whole: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
+def test_a_run_that_is_extended_equals_one_that_was_that_long_from_the_start(whole, tmp_path, kind):
     path = tmp_path / "run"
     assert train(path, kind, 1) == 0
     assert resume(path, "--rounds", "3") == 0
     assert_same_run(path, whole[kind])
 
 
-def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(whole, tmp_path, capfd):
     path = tmp_path / "run"
     with interrupted_at(2, 3, signal.SIGINT, signal.SIGTERM):
         assert train(path) == 130
     out, err = capfd.readouterr()
     assert "again to stop at once" in err
     assert "stopped; continue with: esper train --resume" in out
-    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00001"]
+    assert [found.stem for found in checkpoints(path / "checkpoints")] == ["round-00001"]
     assert resume(path) == 0
     assert_same_run(path, whole["null"])
-
-
-def test_signal_handlers_are_as_before_after_a_run(whole: dict[str, Path], tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert train(tmp_path / "run", "null", 1) == 0
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def damaged(path: Path) -> None:
@@ -160,40 +129,36 @@ def damaged(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(whole, tmp_path, capfd):
     path = tmp_path / "run"
     with interrupted_at(3, 5):
         assert train(path) == 130
-    damaged(checkpoints(path / "checkpoints")[0] / "state.safetensors")
+    damaged(checkpoints(path / "checkpoints")[0])
     with interrupted_at(3, 1):
         assert resume(path) == 130
     out, err = capfd.readouterr()
-    assert "round-00002-step-0006/state.safetensors does not match its checksum" in err
-    assert "Using round-00002 instead" in err
+    assert "round-00002-step-0006.safetensors does not match its checksum" in err
+    assert "Using round-00002.safetensors instead" in err
     assert "continuing after 2 rounds (of 3)\n" in out
     assert max(event["t"] for event in records(path)["events.jsonl"] if event["round"] == 3) <= 2  # the rest was cut
-    assert checkpoints(path / "checkpoints")[0].name == "round-00002-step-0002"
+    assert checkpoints(path / "checkpoints")[0].stem == "round-00002-step-0002"
     assert resume(path) == 0
     assert "checksum" not in capfd.readouterr().err
     assert_same_run(path, whole["null"])
 
 
-def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is(whole, tmp_path, capfd):
     path = tmp_path / "run"
     shutil.copytree(whole["null"], path)
     for checkpoint in checkpoints(path / "checkpoints"):
-        damaged(checkpoint / "state.safetensors")
+        damaged(checkpoint)
     before = contents(path)
     assert resume(path, "--rounds", "4") == 2
     assert "no checkpoint in" in capfd.readouterr().err
     assert contents(path) == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
     path = tmp_path / "run"
     path.mkdir()
     shutil.copy(whole["null"] / "config.toml", path)
@@ -204,9 +169,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole: di
     assert not list((path / "checkpoints").glob(".draft*"))
 
 
-def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_summary_gets_it(
-    whole: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_summary_gets_it(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole["tiny"], path)
     (path / "summary.json").unlink()
@@ -214,9 +177,7 @@ def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_summary_gets_
     assert_same_run(path, whole["tiny"])
 
 
-def test_records_behind_the_checkpoint_are_cut_off_even_if_half_a_line_was_written(
-    whole: dict[str, Path], tmp_path: Path
-) -> None:
+def test_records_behind_the_checkpoint_are_cut_off_even_if_half_a_line_was_written(whole, tmp_path):
     path = tmp_path / "run"
     with interrupted_at(2, 4):
         assert train(path) == 130
@@ -227,7 +188,7 @@ def test_records_behind_the_checkpoint_are_cut_off_even_if_half_a_line_was_writt
     assert_same_run(path, whole["null"])
 
 
-def test_a_complete_run_has_nothing_to_resume(whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_has_nothing_to_resume(whole, capfd):
     before = contents(whole["null"])
     assert resume(whole["null"]) == 2
     assert resume(whole["null"], "--rounds", "2") == 2
@@ -235,35 +196,30 @@ def test_a_complete_run_has_nothing_to_resume(whole: dict[str, Path], capfd: pyt
     assert contents(whole["null"]) == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path, capfd):
     path = tmp_path / "run"
     assert train(path, "null", 1, "--num-envs", "4") == 0
     for checkpoint in checkpoints(whole["null"] / "checkpoints"):
-        shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name, dirs_exist_ok=True)
+        shutil.copy(checkpoint, path / "checkpoints")
     before = contents(path)
     assert resume(path, "--rounds", "9") == 2
     assert "num_envs is 4" in capfd.readouterr().err
     assert contents(path) == before
 
 
-def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[str, Path]) -> None:
-    from esper.runs.presets import recorded
-    from esper.runs.values import read_toml
+def test_state_of_another_shape_under_a_fitting_header_is_refused(whole):
+    from esper.runs.assembly.presets import config_of_run
 
-    config = recorded(read_toml(whole["null"] / "config.toml") | {"num_envs": 4})
+    config = config_of_run(whole["null"], {"num_envs": 4})
     parts = assemble(config, device_of(config))
     checkpoint = load(checkpoints(whole["null"] / "checkpoints")[0])
     with pytest.raises(CheckpointError, match="num_envs = 3, but this run has 4"):
-        runner_module.restore(parts.engine, parts.client, checkpoint, parts.shape)
+        runner_module.restore(parts, checkpoint)
     with pytest.raises(CheckpointError):
-        runner_module.restore(parts.engine, parts.client, checkpoint, checkpoint.header.shape)
+        runner_module.restore(replace(parts, shape=checkpoint.header.shape), checkpoint)
 
 
-def test_settings_that_were_changed_in_the_run_directory_are_refused(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_were_changed_in_the_run_directory_are_refused(whole, tmp_path, capfd):
     path = tmp_path / "run"
     shutil.copytree(whole["null"], path)
     config = path / "config.toml"
@@ -272,16 +228,17 @@ def test_settings_that_were_changed_in_the_run_directory_are_refused(
     assert "ppo.lr is 0.5 in config.toml, but the run was made with 0.0005" in capfd.readouterr().err
 
 
-def test_checkpoints_come_as_often_as_they_are_asked_for(whole: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoints_come_as_often_as_they_are_asked_for(whole, tmp_path):
     path = tmp_path / "run"
     assert train(path, "null", 3, "--checkpoint-every", "2") == 0
-    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00003", "round-00002"]
+    assert [found.stem for found in checkpoints(path / "checkpoints")] == [
+        "round-00003",
+        "round-00002",
+    ]
     assert_same_run(path, whole["null"])
 
 
-def test_a_run_directory_that_is_being_written_is_refused(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_that_is_being_written_is_refused(whole, tmp_path, capfd):
     from esper.telemetry.run_directory import RunDirectory
 
     path = tmp_path / "run"
@@ -294,9 +251,7 @@ def test_a_run_directory_that_is_being_written_is_refused(
         assert contents(path) == before
 
 
-def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(whole, tmp_path, capfd):
     path = tmp_path / "run"
     shutil.copytree(whole["null"], path)
     shutil.move(path / "checkpoints", tmp_path / "aside")
@@ -316,9 +271,7 @@ def executor_of(run: Path) -> str:
     return found
 
 
-def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(whole, tmp_path, capfd, monkeypatch):
     assert tomllib.loads((whole["null"] / "config.toml").read_text())["compile"] == "off", "on a CPU"
     assert {kind: executor_of(path) for kind, path in whole.items()} == {
         "null": "auto",  # no networks, nothing to choose
@@ -335,36 +288,13 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     assert_same_run(tmp_path / "run", whole["tiny"])
 
 
-def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole, tmp_path):
     assert train(tmp_path / "run", "tiny", 3, "--executor", "native") == 0
     assert_same_run(tmp_path / "run", whole["tiny"])
     assert contents(tmp_path / "run")["config.toml"] == contents(whole["tiny"])["config.toml"]
 
 
-@pytest.mark.slow
-def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
-    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
-    path = tmp_path / "run"
-    monkeypatch.setattr(
-        "esper.runs.training.assemble",
-        lambda config, *others, **more: replace(assemble(config, *others, **more), config=config),
-    )
-    with interrupted_at(2, 3):
-        assert train(path, "tiny") == 130
-    monkeypatch.undo()
-    assert executor_of(path) == "auto"
-    with interrupted_at(3, 2):
-        assert resume(path) == 130
-    assert resume(path) == 0
-    assert executor_of(path) == "auto"
-    assert summary(path) == summary(whole["tiny"])
-
-
-def test_a_run_whose_directory_is_moved_ends_with_a_sentence_and_leaves_nothing_under_the_old_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_directory_is_moved_ends_with_a_sentence_and_leaves_nothing_under_the_old_name(tmp_path, capfd):
     run, moved = tmp_path / "run", tmp_path / "moved"
     before = signal.signal(signal.SIGUSR1, lambda *_: run.rename(moved))
     try:

@@ -1,18 +1,33 @@
 """The search for baselines, on scripted hosts whose best schedule is known."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from esper.leyline.errors import ConfigError
-from esper.runs.presets import resolve
-from esper.runs.rule_search import best_rules
-from esper.runs.search import default_budget, default_num_envs, halve, number_of_rungs, passes_of, search, shuffled
-from esper.runs.search_hosts import TrainingHosts, adjusted, ranked
-from esper.tamiyo.plans import Plan
+from esper.runs.assembly.presets import resolve
+from esper.runs.evaluation.search import (
+    TrainingHosts,
+    adjusted,
+    best_rules,
+    default_budget,
+    default_num_envs,
+    halve,
+    neighbour,
+    number_of_rungs,
+    passes_of,
+    random_rules,
+    ranked,
+    search,
+    shuffled,
+    tune,
+)
+from esper.tamiyo.heuristic import Heuristic, HeuristicRules
+from esper.tamiyo.schedules import Plan
 from esper.tasks.null import NullSpec, best_schedule_value
 from esper.tasks.registry import register_task, task_by_name
 from small_runs import main
@@ -60,9 +75,9 @@ def test_equal_seeds_find_equal_schedules_and_rules():
 def test_plans_are_compared_on_the_same_hosts_where_the_passes_suffice():
     # noise is the same for all candidates of a host, so that J of two plans differs by the same number on every host
     found = ranked(hosts(4, "noisy_null"), [everywhere(NORM), everywhere(BOTTLENECK), Plan()], 6)
-    assert [len(result.plan.seeds) for result in found] == [3, 3, 0]
-    assert found[0].plan == everywhere(BOTTLENECK)
-    assert {result.hosts for result in found} == {8}  # 6 passes of 3 plans: two episodes of four hosts
+    assert [len(result.policy.seeds) for result in found] == [3, 3, 0]
+    assert found[0].policy == everywhere(BOTTLENECK)
+    assert {result.values.size for result in found} == {8}  # 6 passes of 3 plans: two episodes of four hosts
     errors = {round(result.error, 4) for result in found}
     assert len(errors) == 1
 
@@ -72,10 +87,10 @@ def test_side_by_side_each_plan_gets_what_it_gets_alone(passes, number):
     # 7 plans in 2 and 5 - 1 passes (one of 5 is spent on waiting): 4 and 2 groups of 16 hosts
     plans = [everywhere(kind, start) for kind in (BOTTLENECK, NORM, SMALL) for start in (1, 2)] + [Plan()]
     shared = ranked(hosts(16), plans, passes)
-    assert {result.hosts for result in shared} == {number}
+    assert {result.values.size for result in shared} == {number}
     alone = hosts(1)
     for result in shared:
-        assert alone.follow(result.plan, 0).tolist() == [pytest.approx(result.objective, abs=1e-3)]
+        assert alone.follow(result.policy, 0).tolist() == [pytest.approx(result.objective, abs=1e-3)]
 
 
 def test_what_waiting_hosts_explain_is_taken_out():
@@ -104,9 +119,11 @@ def test_a_quarter_of_the_plans_survives_each_rung():
     found = halve(hosts(16), plans, 10, keep=1)
     # a share of 3 passes of eight plans on two hosts each; then 6 and 2 plans, and the pass that is left over
     assert [len(rung) for rung in found] == [24, 6, 2]
-    assert found[-1][0].plan == everywhere(BOTTLENECK)
-    assert found[0][0].hosts < found[1][0].hosts < found[2][0].hosts
-    assert found[2][0].hosts == 32  # 3 + 1 passes of two plans; without the pass left over, one episode of 16 hosts
+    assert found[-1][0].policy == everywhere(BOTTLENECK)
+    assert found[0][0].values.size < found[1][0].values.size < found[2][0].values.size
+    assert (
+        found[2][0].values.size == 32
+    )  # 3 + 1 passes of two plans; without the pass left over, one episode of 16 hosts
 
 
 def test_the_order_of_candidates_depends_on_the_seed_alone():
@@ -118,7 +135,7 @@ def test_the_order_of_candidates_depends_on_the_seed_alone():
 
 def test_the_best_rule_in_hindsight_takes_the_better_schedule_on_each_side():
     # eight hosts; the first plan is better by 10 where the accuracy is below 5, the second where it is not; the third
-    # plan begins in step 1 and is no choice for a rule of step 3
+    # plan begins in step 1 and is not a choice for a rule of step 3
     accuracy = np.arange(1.0, 9.0)
     values = np.array([[60.0] * 4 + [50.0] * 4, [50.0] * 4 + [60.0] * 4, [99.0] * 8])
     plans = [everywhere(NORM, 3), everywhere(BOTTLENECK, 3), everywhere(NORM, 1)]
@@ -164,10 +181,9 @@ def test_what_a_search_writes_is_compared_with_baselines(tmp_path: Path, capfd: 
     files = [str(folder / name) for name in ("best_schedule.json", "best_rule.json")]
     report = json.loads((folder / "search.json").read_text())
     assert report["env_steps"] == 2240
-    assert {row["stage"] for row in report["rungs"]} == {"grid", "neighbours"}
-    compared = tmp_path / "compared.json"
-    assert main(["evaluate", *files, "--task", "noisy_null", "--json", str(compared)]) == 0
-    rows = {row["name"]: row for row in json.loads(compared.read_text())["controllers"]}
+    assert {row["stage"] for row in report["stages"]} == {"grid", "neighbours"}
+    assert main(["evaluate", *files, "--task", "noisy_null", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capfd.readouterr().out)["controllers"]}
     assert set(rows) == {"best_schedule.json", "best_rule.json", "wait_only"}
     # the noise of 16 hosts has a standard error of half a point
     assert rows["best_schedule.json"]["objective"] == pytest.approx(report["schedule"]["objective"], abs=3.0)
@@ -190,3 +206,58 @@ def test_a_search_that_cannot_begin_leaves_no_folder(tmp_path: Path, capfd: pyte
     assert main(["search", "fashion_mnist", "--num-envs", "4", "--data-dir", str(tmp_path / "none"),
                  "--out", str(tmp_path / "new")]) == 2  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- the heuristic -----------------------------------------------------------------------------------------------------
+
+TASK = register_task(replace(task_by_name("null"), name="tuned_null", episode_length=30, min_training_epochs=2)).name
+BUDGET = 4 * 30 * 60  # 60 passes of 4 hosts
+
+
+@pytest.mark.slow
+def test_tuned_rules_are_better_than_the_defaults_and_cost_no_more_than_the_budget():
+    tuned = tune(resolve({"task": TASK}), budget=BUDGET, num_envs=4)
+    hosts = TrainingHosts(resolve({"task": TASK}), 4)
+    default = hosts.measure(Heuristic(hosts.spec), 0).mean()
+    assert tuned.heuristic.objective > default + 1.0
+    assert tuned.env_steps <= BUDGET
+    assert [stage for stage, _ in tuned.stages] == ["random", "neighbours", "neighbours", "confirmation"]
+    assert [len(results) for _, results in tuned.stages] == [24, 12, 12, 5]
+    # scripted hosts without noise are equal, so the rules have the same J on other hosts
+    again = hosts.measure(Heuristic(hosts.spec, tuned.heuristic.policy), 7)
+    np.testing.assert_allclose(again, tuned.heuristic.objective, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_equal_seeds_tune_alike():
+    first, again = (tune(resolve({"task": TASK}), budget=4 * 30 * 10, num_envs=4).report() for _ in range(2))
+    assert first == again
+
+
+def test_a_neighbour_differs_in_at_most_one_choice():
+    generator, own = torch.Generator().manual_seed(0), TrainingHosts(resolve({"task": TASK}), 4).spec
+    parent = random_rules(own, generator)
+    for _ in range(50):
+        other = asdict(neighbour([parent], own, generator))
+        assert sum(other[name] != value for name, value in asdict(parent).items()) <= 1
+
+
+def test_drawn_rules_use_what_the_run_allows():
+    generator, own = torch.Generator().manual_seed(0), TrainingHosts(resolve({"task": TASK}), 4).spec
+    drawn = [random_rules(own, generator) for _ in range(50)]
+    assert {b for rules in drawn for b in rules.blueprints} == set(own.selectable)
+    assert {len(rules.slots) for rules in drawn} == {1, 2, 3}
+    assert len(set(drawn)) > 45
+    assert HeuristicRules() not in drawn
+
+
+def test_the_command_writes_a_file_that_evaluate_compares(tmp_path: Path, capsys):
+    command = ["search", "null", "--heuristic", "--episode-length", "20", "--num-envs", "2", "--budget", "400"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "kept above" in shown.out + shown.err
+    report = json.loads((tmp_path / "heuristic_search.json").read_text())
+    assert report["env_steps"] <= 400
+    file = str(tmp_path / "best_heuristic.json")
+    short = ["--task", "null", "--episode-length", "20", "--num-envs", "2"]
+    assert main(["evaluate", file, "wait_only", *short]) == 0

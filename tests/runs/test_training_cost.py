@@ -8,9 +8,9 @@ from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.stages import SeedStage
-from esper.runs.training_cost import CostMeter, ForwardFlops
+from esper.runs.evaluation.outcomes import CostMeter
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import fill
 
@@ -54,8 +54,7 @@ def seed_params(slot: int, blueprint: int) -> int:
 
 def added(slot: int, blueprint: int, gated: bool = False) -> float:
     """What a seed adds to the forward pass."""
-    engine = tiny.engine(1)
-    table = ForwardFlops(tiny.HOST, engine.spec, tiny.dataset().train.x[:1])
+    table = meter(1)
     assert table.host == HOST
     present, kind = np.zeros((1, 3), dtype=bool), np.full((1, 3), blueprint)
     present[0, slot] = True
@@ -70,9 +69,9 @@ def test_a_host_alone_costs_three_passes_over_its_training_examples_and_one_over
     assert found.measuring.tolist() == [2 * 30 * HOST] * 2
 
 
-def test_a_seed_costs_from_the_step_after_its_birth_and_is_measured_once_it_is_active():
+def test_a_seed_costs_from_the_step_after_it_germinates_and_is_measured_once_it_is_active():
     seed, found = added(1, CONV_LIGHT), meter()
-    found(report(1, CONV_LIGHT))  # born in step 1
+    found(report(1, CONV_LIGHT))  # germinates in step 1
     found(report(2, CONV_LIGHT))  # trained in step 2, not active yet
     assert found.training.tolist() == [2 * 40 * 3 * HOST, 40 * 3 * (HOST + HOST + seed)]
     assert found.measuring.tolist() == [2 * 30 * HOST] * 2

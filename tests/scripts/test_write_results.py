@@ -58,7 +58,7 @@ def test_the_page_keeps_what_stands_around_the_markers(tmp_path: Path):
     page.write_text("before\n{}\nold\n{}\nafter\n".format(*write_results.MARKERS))
     evaluation.write_text(json.dumps(REPORT))
     short = ["--rounds", "2", "--num-envs", "4", "--episode-length", "8"]
-    assert command_line(["train", "--task", "mixed_digits", "--run-dir", str(run), *short]) == 0
+    assert command_line(["train", "--task", "mixed_digits", "--out", str(run), *short]) == 0
     assert main(Options(evaluation=evaluation, runs=(run,), page=page)) == 0
     text = page.read_text()
     assert text.startswith("before\n")

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
+    EngineSpec,
     HostState,
     Observation,
     RewardInputs,
@@ -16,9 +17,8 @@ from esper.leyline.messages import (
     SlotState,
     StoredStep,
 )
-from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize
 

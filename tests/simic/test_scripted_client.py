@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.protocols import ClientProtocol
-from esper.runs.build import baseline_of, engine_of
-from esper.runs.presets import resolve
+from esper.leyline.messages import ClientProtocol
+from esper.runs.assembly.assemble import baseline_of, engine_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null

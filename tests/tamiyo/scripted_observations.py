@@ -5,8 +5,7 @@ from typing import get_type_hints
 
 import torch
 
-from esper.leyline.messages import HostState, Observation, SlotState, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, HostState, Observation, SlotState, StoredStep
 from esper.leyline.stages import HostFamily, SeedStage
 
 BOOLS = {"has_gate", "grad_vanishing", "grad_exploding", "last_success", "stabilized"}

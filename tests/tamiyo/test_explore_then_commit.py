@@ -8,9 +8,9 @@ from scripted_observations import engine_spec, legal_only, observation, step
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.stages import SeedStage
-from esper.runs.build import baseline_of, engine_of
-from esper.runs.presets import resolve
-from esper.tamiyo.explore_then_commit import ExploreThenCommit, Worths
+from esper.runs.assembly.assemble import baseline_of, engine_of
+from esper.runs.assembly.presets import resolve
+from esper.tamiyo.baselines import ExploreThenCommit, Worths
 from esper.tamiyo.scripted import ScriptedPolicy
 from tiny import CPU
 

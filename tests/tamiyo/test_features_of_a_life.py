@@ -41,20 +41,6 @@ def test_freshness_is_missing_until_the_seed_is_active_and_ages_while_it_is_not_
     assert fresh[17:] == pytest.approx([0.995**k for k in range(1, LENGTH - 16)], abs=1e-6)
 
 
-def test_the_velocity_is_zero_until_the_second_measurement_and_not_zero_from_it_on(seen):
-    # it is active from step 13, with more weight in every step until it is held
-    velocity, contribution = seen[:, COLUMN["contribution_velocity"]], seen[:, COLUMN["contribution"]]
-    assert (velocity[:13] == 0).all()
-    assert (contribution[:12] == 0).all()
-    assert (contribution[12:17].diff() > 0).all()
-    v = 0.0
-    for t in range(13, 17):
-        v = 0.7 * v + 0.3 * (contribution[t] - contribution[t - 1]).item()
-        assert velocity[t].item() == pytest.approx(v, abs=1e-6)
-        assert velocity[t] > 0
-    assert (velocity[17:] == velocity[16]).all()
-
-
 def test_a_slot_that_was_pruned_shows_its_stage_and_what_it_was_until_it_is_empty(seen):
     second = seen[:, 25 + 31 :][:, :31]
     assert not second[:12].any()

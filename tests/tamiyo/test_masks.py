@@ -1,13 +1,12 @@
 """The masks of all heads by enumeration: for every legal op and slot, exactly the values that the rules allow."""
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 from states import generator, random_legal
 
 from esper.leyline.actions import Head, LifecycleOp
-from esper.tamiyo.masks import choices_given_op, masks_of, tables_of
+from esper.tamiyo.heads import choices_given_op, masks_of, tables_of
 
 WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE = range(6)
 CNN, TRANSFORMER, ALL_OF_TWENTY = (1, 2, 3, 4, 5, 6, 7), (2, 3, 8, 9, 10, 11, 12), tuple(range(1, 20))
@@ -55,15 +54,3 @@ def test_the_mask_of_every_head_holds_exactly_what_the_rules_allow(seed, num_slo
         found = tuple(set(masks[values, row].nonzero().flatten().tolist()) for values in tables.values)
         assert found == want, (o, s)
         assert all(found)
-
-
-@pytest.mark.parametrize("num_slots", [1, 4])
-def test_a_host_that_may_only_wait_has_one_choice_in_every_head(num_slots):
-    legal = torch.zeros(1, 6, num_slots, dtype=torch.bool)
-    legal[:, LifecycleOp.WAIT] = True
-    selectable, tables = torch.arange(13) > 0, tables_of(legal, torch.arange(13) > 0)
-    nothing = torch.zeros(8, 1, dtype=torch.int64)
-    has_gate = torch.ones(1, num_slots, dtype=torch.bool)
-    masks = masks_of(choices_given_op(legal, selectable), legal, has_gate, nothing, tables)
-    canonical = [masks[values, 0].nonzero().flatten().tolist() for values in tables.values]
-    assert canonical == [[0], [0], [2], [1], [2], [0], [0], [0]]

@@ -13,8 +13,7 @@ from esper.leyline.messages import Hidden
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import feature_dim
 from esper.tamiyo.heads import evaluate_heads, sample_heads
-from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize
-from esper.tamiyo.recurrence import lstm_cell
+from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize, lstm_cell
 
 CPU = torch.device("cpu")
 SELECTABLE = torch.arange(13) > 0
@@ -382,13 +381,6 @@ def test_a_blueprint_index_outside_the_table_is_an_error(index):
     rollout = Rollout(network, n=1)
     with pytest.raises(IndexError):
         network.step(rollout.features[:, 0], torch.full((1, NUM_SLOTS), index), rollout.hidden0)
-
-
-def test_the_state_starts_at_zero_with_one_row_per_layer_and_host():
-    hidden = new_network(layers=2).initial_hidden(5, CPU)
-    assert hidden.h.shape == hidden.c.shape == (2, 5, 32)
-    assert not hidden.h.any()
-    assert not hidden.c.any()
 
 
 def test_a_step_asks_the_device_nothing(monkeypatch):

@@ -4,8 +4,7 @@ from scripted_observations import engine_spec
 
 from esper.leyline.actions import Head, LifecycleOp, Style
 from esper.tamiyo.baselines import scheduled
-from esper.tamiyo.plans import Plan, grid, neighbours
-from esper.tamiyo.schedules import Schedule
+from esper.tamiyo.schedules import Plan, Schedule, grid, neighbours
 
 NAMES = (
     "noop",

@@ -10,8 +10,7 @@ from esper.leyline.actions import HEADS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.policy_files import read_policy, script_of, write_policy
-from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
-from esper.tamiyo.schedules import Schedule, ScheduleEntry, single
+from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule, single
 from esper.tamiyo.scripted import canonical_action
 
 NAMES = (

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from esper.tamiyo import recurrence
-from esper.tamiyo.recurrence import lstm_sequence
+from esper.tamiyo import network
+from esper.tamiyo.network import lstm_sequence
 from reference.recurrence import lstm_steps
 
 HOSTS, STEPS, WIDTH = 3, 5, 4
@@ -38,7 +38,7 @@ def test_it_is_the_cell_step_after_step_to_the_bit(hosts, dtype):
 @pytest.mark.parametrize("block", [1, 80, 10**6])  # numbers: one step, some of them, all
 @pytest.mark.parametrize(("hosts", "steps"), [(1, 1), (1, 6), (6, 1), (4, 9)])
 def test_its_gradients_are_those_of_autograd(hosts, steps, block, monkeypatch):
-    monkeypatch.setattr(recurrence, "_BLOCK", block)
+    monkeypatch.setattr(network, "_BLOCK", block)
     given = drawn(hosts, steps, width=8)
     grad = torch.randn(hosts, steps, 8, dtype=torch.float64)
     for got, want in zip(gradients(lstm_sequence, given, grad), gradients(lstm_steps, given, grad), strict=True):

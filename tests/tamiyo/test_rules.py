@@ -4,8 +4,7 @@ from scripted_observations import engine_spec, legal_only, observation, step
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
-from esper.tamiyo.schedules import Schedule, ScheduleEntry
+from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule
 from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
 
 WAIT, GERMINATE = LifecycleOp.WAIT, LifecycleOp.GERMINATE

@@ -6,7 +6,7 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import MixedImages
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 
 CLASSES, PER_CLASS = 5, 12
 HOSTS = torch.arange(40)
@@ -114,8 +114,8 @@ def test_properties_name_what_was_drawn():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"classes": ()}, r"instances.classes is \(\); expected at least one number from 2 to 5"),
-        ({"classes": (2, 6)}, "from 2 to 5"),
+        ({"classes": ()}, r"instances.classes is \[\]; it must be a list of at least 1 item"),
+        ({"classes": (2, 6)}, "each must be at most 5"),
         ({"fractions": (0.0,)}, "instances.fractions"),
         ({"noises": (1.0,)}, "instances.noises"),
         ({"views": 0}, "instances.views is 0"),

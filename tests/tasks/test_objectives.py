@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import r2_score
 
-from esper.tasks.objectives import (
+from esper.tasks.losses import (
     Classification,
     Custom,
     MeanSquaredError,

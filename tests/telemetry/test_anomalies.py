@@ -1,19 +1,18 @@
 """Each anomaly is found in a record that has the fault, and in no healthy one. Numbers are worked out by hand."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pytest
 
 from esper.telemetry import anomalies
 from esper.telemetry.anomalies import RULES, Alarm, in_words, of_flags, of_trend, of_update, rule_of, share_between
-from esper.telemetry.record import open_record
-from esper.telemetry.record.parts import RECORD, Rows, write_part
+from esper.telemetry.record.reader import open_record
+from esper.telemetry.record.writer import Rows
+from esper.telemetry.run_directory import RunDirectory
 
 HOSTS, ROUNDS = 8, 20
 METRICS = {
@@ -51,22 +50,18 @@ class Written:
 
     def found(self) -> list[tuple[str, int, int | None, float]]:
         """Kind, round, host and value of each anomaly."""
-        self.path.mkdir()
-        (self.path / RECORD).mkdir()
-        (self.path / "config.toml").write_text("episode_length = 1\n[ppo]\nmax_grad_norm = 0.5\n")
-        for name, rows in (("metrics", self.rounds), ("events", self.episodes)):
-            (self.path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        places = [(n, h) for n in range(1, ROUNDS + 1) for h in range(HOSTS)]
-        columns = {
-            "round": np.array([n for n, _ in places], dtype=np.int32),
-            "t": np.ones(len(places), dtype=np.int32),
-            "host": np.array([h for _, h in places], dtype=np.int32),
-            "op": np.zeros(len(places), dtype=np.int8),
-            "p_wait": np.array([self.p_wait[n - 1] for n, _ in places], dtype=np.float32),
-            "flag_ransomware": np.array([place in self.flagged for place in places]),
-        }
-        with duckdb.connect(":memory:") as database:
-            write_part(self.path / RECORD, Rows("steps", columns, {"op": ["WAIT"]}), (1, 1), (ROUNDS, 1), database)
+        with RunDirectory.create(self.path, {"episode_length": 1, "ppo": {"max_grad_norm": 0.5}}) as run:
+            for number, line in enumerate(self.rounds, start=1):
+                at = {"round": np.full(HOSTS, number, np.int32), "host": np.arange(HOSTS, dtype=np.int32)}
+                columns = at | {
+                    "t": np.ones(HOSTS, dtype=np.int32),
+                    "op": np.zeros(HOSTS, dtype=np.int8),
+                    "p_wait": np.full(HOSTS, self.p_wait[number - 1], dtype=np.float32),
+                    "flag_entangled": np.array([(number, host) in self.flagged for host in range(HOSTS)]),
+                }
+                digests = run.write_parts([Rows("steps", columns, {"op": ["WAIT"]})], number, 1)
+                run.write_metrics(line | {"record": digests})
+            run.write_events(self.episodes)
         with open_record([self.path]) as record:
             rows = record.query("SELECT * FROM anomalies")
             assert all(row["message"] and row["advice"] for row in rows)
@@ -156,7 +151,7 @@ def test_an_objective_that_falls_or_stands_still_is_found(tmp_path: Path) -> Non
 
 def test_steps_that_game_the_reward_are_found_by_host(written: Written) -> None:
     written.flagged = [(2, 5), (4, 1)]
-    assert written.found() == [("ransomware_steps", 2, 5, 1.0), ("ransomware_steps", 4, 1, 1.0)]
+    assert written.found() == [("entangled_steps", 2, 5, 1.0), ("entangled_steps", 4, 1, 1.0)]
 
 
 def test_the_share_of_the_variance_between_two_groups() -> None:
@@ -168,7 +163,7 @@ def test_the_share_of_the_variance_between_two_groups() -> None:
 
 def test_missing_metrics_raise_nothing() -> None:
     assert list(of_update({name: math.nan for name in RULES})) == []
-    assert list(of_flags({"ransomware": 0})) == []
+    assert list(of_flags({"entangled": 0})) == []
     assert list(of_trend(20, [1.0] * 19)) == []
 
 

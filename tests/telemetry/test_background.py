@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from esper.leyline.protocols import Sink
+from esper.leyline.messages import Sink
 from esper.telemetry import background as module
 from esper.telemetry.background import CAPACITY, BackgroundSink
 

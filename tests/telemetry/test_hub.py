@@ -9,7 +9,7 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import RegistryError
-from esper.leyline.protocols import Sink
+from esper.leyline.messages import Sink
 from esper.telemetry import hub as module
 from esper.telemetry.hub import Hub, register_listener
 

@@ -29,7 +29,9 @@ def test_a_new_directory_holds_its_configuration_and_empty_records(tmp_path: Pat
     with RunDirectory.create(path, CONFIG) as directory:
         assert directory.checkpoints == path / "checkpoints"
     assert tomllib.loads((path / "config.toml").read_text()) == CONFIG
-    assert sorted(file.name for file in path.iterdir()) == ["config.toml", "events.jsonl", "metrics.jsonl"]
+    assert sorted(file.name for file in path.iterdir()) == [
+        "about.json", "config.toml", "events.jsonl", "metrics.jsonl", "record",
+    ]  # fmt: skip
     assert [file.name for file in path.parent.iterdir()] == ["a"]  # no draft is left
     require_run(path)
 
@@ -145,7 +147,7 @@ def test_a_summary_is_replaced_whole(tmp_path: Path) -> None:
         directory.write_summary({"rounds": 1, "accuracy": float("nan")})
         directory.write_summary({"rounds": 2})
     assert json.loads((path / "summary.json").read_text()) == {"rounds": 2}
-    assert sorted(contents(path)) == ["config.toml", "events.jsonl", "metrics.jsonl", "summary.json"]
+    assert sorted(contents(path)) == ["about.json", "config.toml", "events.jsonl", "metrics.jsonl", "summary.json"]
 
 
 def test_whatever_has_a_name_and_whatever_a_cursor_counts_is_on_the_disk(
@@ -211,7 +213,7 @@ def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_compl
         directory.write_events([{"kind": "a"}])
     require_nothing_to_lose(path)  # the events of the first round will happen again
     (path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --run-dir NEW"):
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --out NEW"):
         require_nothing_to_lose(path)
     (path / "metrics.jsonl").unlink()
     (path / "summary.json").write_text("{}")

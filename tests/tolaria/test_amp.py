@@ -6,7 +6,7 @@ import torch
 import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.engine_config import LossScaler, amp_dtype
 from tiny import BATCH, CPU, SLOTS, Bench, bit_equal, dataset, same_tree
 from toys import ToyClient, action, script
 

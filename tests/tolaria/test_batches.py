@@ -8,7 +8,7 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator, batch_bounds, training_bounds
 from tiny import task
 
@@ -91,18 +91,13 @@ def test_training_batches_are_memory_of_their_own():
 
 @pytest.mark.parametrize(("split", "n"), [("val", 7), ("test", 5)])
 def test_validation_and_test_are_the_same_for_all_hosts_in_fixed_order_with_their_tail(split, n):
-    batches = SharedBatchIterator(numbered(), 3, 4, split, 1, CPU, run_finished=True)
+    batches = SharedBatchIterator(numbered(), 3, 4, split, 1, CPU)
     for t in (1, 2):
         batches.begin(t, 0, torch.arange(3))
         ys = [y for _, y in batches]
         assert len(ys) == len(batches) == 2
         assert torch.cat(ys).tolist() == list(range(n))
     assert next(iter(batches)).x.shape == (4, 1, 2, 2)
-
-
-def test_the_test_split_is_closed_until_the_run_has_finished():
-    with pytest.raises(ConfigError, match="at the end of a run only"):
-        SharedBatchIterator(numbered(), 1, 4, "test", 1, CPU)
 
 
 def test_a_split_without_examples_and_a_batch_without_any_are_refused():

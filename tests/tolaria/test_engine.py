@@ -4,15 +4,16 @@ import pytest
 import torch
 
 import tiny
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
-from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.errors import ConfigError
+from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.simic.attribution.shapley import shapley_values
+from esper.simic.shapley import shapley_values
 from esper.tasks.null import host_accuracy
 from esper.tasks.registry import task_by_name
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from toys import ToyClient, ToyExecutor, action, ops_of, script
 
 import esper.tasks.presets  # noqa: F401  isort: skip
@@ -284,38 +285,6 @@ def test_every_subset_of_the_live_seeds_is_measured_in_the_last_step_alone():
 # -- timelines of the scripted task ---------------------------------------------------------------------------------
 
 
-def test_a_life_on_the_scripted_task_keeps_the_timetable():
-    rules = {"min_training_epochs": 10, "min_prune_age": 5}
-    plan = {1: action(Op.GERMINATE, slot=0, tempo=1, blueprint=5, **LINEAR_FULL), 17: action(Op.FOSSILIZE, slot=0)}
-    client, stats = run(null_engine(1, 20, rules=rules), script(1, 20, plan))
-    table = {
-        2: (3, 0, 1, 0.0), 11: (3, 9, 10, 0.0), 12: (4, 0, 11, 0.0), 13: (4, 1, 12, 0.2),
-        16: (4, 4, 15, 0.8), 17: (6, 0, 16, 1.0), 18: (7, 0, 17, 1.0),
-    }  # fmt: skip
-    for t, (stage, epochs, age, alpha) in table.items():
-        slots = client.steps[t - 1].obs.slots
-        found = (slots.stage[0, 0].item(), slots.epochs_in_stage[0, 0].item(), slots.age[0, 0].item())
-        assert found == (stage, epochs, age), t
-        assert slots.alpha[0, 0].item() == pytest.approx(alpha), t
-    contribution = client.steps[12].obs.slots.contribution[0, 0].item()
-    assert contribution == pytest.approx(0.2 * 6.0 * (1 - 2.718281828 ** (-12 / 10)), rel=1e-5)
-    assert client.steps[11].obs.slots.contribution.isnan().all()
-    assert ops_of(client)[16] == [Op.FOSSILIZE]
-    assert stats.committed_acc.item() == pytest.approx(host_accuracy(20) + 6.0 * (1 - 2.718281828 ** (-19 / 10)))
-
-
-@pytest.mark.parametrize(("speed", "ticks"), [(0, 0), (1, 3), (3, 8)])
-def test_a_pruned_slot_can_be_used_again_after_its_cooldown(speed, ticks):
-    held = 8  # born in 1, M = 1, FAST: held from step 6 on
-    plan = {1: action(Op.GERMINATE, tempo=0, **LINEAR_FULL), held: action(Op.PRUNE, alpha_speed=speed)}
-    client, stats = run(null_engine(1, 30, rules={"embargo_epochs": 5}), script(1, 30, plan))
-    legal = [step.t for step in client.steps if step.obs.legal[0, Op.GERMINATE, 0] and step.t > 1]
-    assert legal[0] == held + ticks + 7
-    assert stats.pruned.tolist() == [1]
-    falling = [step.t for step in client.steps if step.obs.slots.alpha_mode[0, 0] == 2]
-    assert falling == list(range(held + 1, held + ticks))
-
-
 def test_waiting_is_what_a_script_without_actions_does():
     client, stats = run(null_engine(2, 5))
     assert {tuple(row) for step in client.steps for row in step.act.actions.tolist()} == {CANONICAL_ACTION}
@@ -332,3 +301,17 @@ def test_shapley_values_add_up_to_what_all_seeds_together_are_worth():
     values = shapley_values(accuracy, active)
     assert values.nansum().item() == pytest.approx(accuracy[0, 3].item() - accuracy[0, 0].item())
     assert stats.val_acc.item() == pytest.approx(accuracy[0, 3].item())
+
+
+def test_the_test_split_is_closed_until_the_last_step():
+    engine = null_engine(episode_length=3)
+    client = ToyClient(engine.spec)
+    engine.reset(client, 0)
+    for step in range(3):
+        with pytest.raises(ConfigError, match=f"after step {step} of 3; .* Use the validation split before"):
+            engine.test()
+        engine.step(client)
+    assert engine.test().shape == (1,)
+    engine.reset(client, 1)
+    with pytest.raises(ConfigError, match="after step 0 of 3"):
+        engine.test()

@@ -11,10 +11,10 @@ from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CPU
 
 SLOTS = ("r0c0", "r0c1")
@@ -29,11 +29,11 @@ def config(**changes):
     [
         ({"num_envs": 0}, "num_envs is 0"),
         ({"episode_length": 0}, "episode_length is 0"),
-        ({"episode_length": 4096}, "between 1 and 4095"),
-        ({"slots": ()}, "0 slots are enabled"),
+        ({"episode_length": 4096}, "at most 4095"),
+        ({"slots": ()}, "slots is \\[\\]; it must be a list of at least 1 item"),
         ({"slots": ("r0c0", "r0c0")}, "each slot may be named once"),
         ({"run_seed": -1}, "seed is -1"),
-        ({"run_seed": 2**63}, "2\\^63 - 1"),
+        ({"run_seed": 2**63}, "at most 9223372036854775807"),
         ({"host_offset": -1}, "host_offset is -1"),
         ({"host_offset": 2**32 - 8, "num_envs": 9}, "host_offset"),
     ],

@@ -6,7 +6,7 @@ import torch
 
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests
 from esper.leyline.stages import AlphaMode, SeedStage
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree
@@ -90,8 +90,8 @@ def test_planted_weights_are_those_of_step_zero_and_not_of_a_germination() -> No
 def test_a_rollback_before_the_first_snapshot_of_the_run_keeps_what_was_planted() -> None:
     built, _ = planted(TWO)
     population = built.executor.population
-    assert torch.equal(population.seeds_snapshot.params, population.seeds.params)
-    assert torch.equal(population.gates_snapshot.params, population.gates.params)
+    assert torch.equal(population.seeds.snapshot["params"], population.seeds.params)
+    assert torch.equal(population.gates.snapshot["params"], population.gates.params)
 
 
 def test_an_empty_structure_is_a_host_that_waits_to_the_bit() -> None:

@@ -9,7 +9,7 @@ import tiny
 from dry_run import CountedReads
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
-from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.simic.rewards import make_reward
 from esper.tamiyo.network import TamiyoNetwork, initialize
@@ -145,10 +145,10 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(task, at):
     assert same_tree(saved, copies)  # what was saved is nobody's working memory
 
 
-@pytest.mark.parametrize("task", [None, NOISY])
-def test_an_engine_goes_back_to_its_own_saved_state(task):
+@pytest.mark.parametrize("how", [{}, {"executor": "fused"}, {"of": NOISY}])
+def test_an_engine_goes_back_to_its_own_saved_state(how):
     length, reports = 10, []
-    engine = tiny.engine(2, length, of=task, on_step=reports.append)
+    engine = tiny.engine(2, length, on_step=reports.append, **how)
     client = ToyClient(engine.spec, busy(2, length))
     engine.reset(client, 0)
     for _ in range(6):
@@ -215,7 +215,7 @@ def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
     for at_once in (False, True):
         engine = tiny.engine(3, length)
         reports = []
-        engine.on_step = reports.append
+        engine.listeners.append(reports.append)
         client = ToyClient(engine.spec, busy(3, length))
         engine.reset(client, 0)
         for _ in range(length):

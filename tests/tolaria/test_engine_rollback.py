@@ -9,7 +9,7 @@ import torch
 import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import SeedStage
-from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import Fault, NullSpec

@@ -63,53 +63,6 @@ def test_ten_epochs_of_training_and_five_ticks_from_step_1():
     assert legal(client, Op.GERMINATE, slot=1) == [1, *range(12, 19)]
 
 
-def test_three_epochs_of_training_and_three_ticks_from_step_1():
-    client, reports = live({1: born()}, 9, min_training_epochs=3, min_prune_age=5)
-    assert stages(client) == [1, 3, 3, 3, 4, 4, 4, 6, 6]
-    assert alphas(client) == [0.0] * 5 + [0.3333, 0.6667, 1.0, 1.0]
-    assert [ticks_to(reports, stage) for stage in (3, 4, 6)] == [[1], [4], [7]]
-    measured = [step.t for step in client.steps if step.obs.slots.contribution_step[0, 0] == step.t]
-    assert measured == [6, 7, 8, 9]
-    assert legal(client, Op.FOSSILIZE) == [8, 9]
-    assert legal(client, Op.PRUNE) == [8, 9]
-    assert legal(client, Op.GERMINATE, slot=1) == [1, *range(5, 10)]
-
-
-def test_with_manual_gates_the_best_steps_are_one_later():
-    # M = 3, tau = 3: ADVANCE in e + 1, e + M + 1, e + M + tau + 1, then FOSSILIZE
-    best = (2, 5, 8)
-    plan = {1: born(), **dict.fromkeys(best, action(Op.ADVANCE)), 9: action(Op.FOSSILIZE)}
-    manual = {"auto_g1": False, "auto_g2": False, "auto_g3": False, "min_training_epochs": 3}
-    client, reports = live(plan, 10, **manual)
-    assert stages(client) == [1, 2, 3, 3, 3, 4, 4, 4, 6, 7]
-    assert [op for (op,) in ops_of(client)] == [1, 5, 0, 0, 5, 0, 0, 5, 4, 0]
-    # one step earlier each of them is refused, and what was asked for in vain costs nothing
-    hasty = {**plan, 3: action(Op.ADVANCE), 4: action(Op.ADVANCE), 6: action(Op.ADVANCE), 7: action(Op.ADVANCE)}
-    again, _ = live(hasty, 10, **manual)
-    assert stages(again) == stages(client)
-    assert [op for (op,) in ops_of(again)] == [op for (op,) in ops_of(client)]
-    assert [ticks_to(reports, stage) for stage in (3, 4, 6)] == [[t] for t in best]
-
-
-@pytest.mark.parametrize(("t", "target", "stage"), [(3, FULL, 3), (8, HALF, 4), (8, FULL, 6)])
-def test_a_slot_is_germinable_seven_steps_after_a_prune_at_once(t, target, stage):
-    client, reports = live({1: born(target=target), t: action(Op.PRUNE)}, t + 7, min_training_epochs=3)
-    assert stages(client)[t - 1] == stage
-    assert [ticks_to(reports, stage) for stage in (9, 10, 1)] == [[t], [t + 5], [t + 6]]
-    assert legal(client, Op.GERMINATE)[1:] == [t + 7]
-
-
-@pytest.mark.parametrize(("speed", "k"), [(1, 3), (2, 5), (3, 8)])
-@pytest.mark.parametrize("target", [FULL, HALF])
-def test_a_prune_with_ticks_ends_in_the_last_of_them(speed, k, target):
-    t, full = 8, 1.0 if target == FULL else 0.5
-    client, reports = live({1: born(target=target), t: action(Op.PRUNE, alpha_speed=speed)}, t + k + 7)
-    assert alphas(client)[t - 1 : t + k] == [round(full * (1.0 - j / k), 4) for j in range(k + 1)]
-    assert ticks_to(reports, 8) == [t + k - 1]
-    assert stages(client)[t : t + k] == [4] * (k - 1) + [8]
-    assert legal(client, Op.GERMINATE)[1:] == [t + k + 7]
-
-
 @pytest.mark.parametrize("t", [3, 5, 8])
 def test_after_a_rollback_a_slot_is_germinable_in_seven_steps_too(t):
     # M = 3, tau = 3: TRAINING, BLENDING, HOLDING; the op of the panicking host is not executed
@@ -119,20 +72,6 @@ def test_after_a_rollback_a_slot_is_germinable_in_seven_steps_too(t):
     assert ops_of(client)[t - 1] == [Op.WAIT]
     assert [ticks_to(reports, stage) for stage in (9, 10, 1)] == [[t], [t + 5], [t + 6]]
     assert legal(client, Op.GERMINATE)[1:] == [t + 7]
-
-
-@pytest.mark.parametrize(("speed", "held"), [(0, 11), (1, 13), (2, 15)])
-def test_a_partial_target_is_held_only_when_it_was_raised(speed, held):
-    raised = action(Op.SET_ALPHA_TARGET, style=0, alpha_target=FULL, alpha_speed=speed)
-    client, reports = live({1: born(target=HALF), 11: raised}, 17)
-    assert ticks_to(reports, 6) == [held]
-    assert stages(client)[held:] == [6] * (17 - held)
-
-
-def test_a_partial_target_that_is_not_raised_is_never_held():
-    client, reports = live({1: born(target=HALF)}, 17)
-    assert ticks_to(reports, 6) == []
-    assert alphas(client)[-10:] == [0.5] * 10
 
 
 # -- two players ------------------------------------------------------------------------------------------------------

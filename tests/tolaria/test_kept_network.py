@@ -10,12 +10,12 @@ import tiny
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.actions import LifecycleOp
 from esper.runs.report import objective_of
-from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective import objective_value
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
-from esper.tolaria.config import GovernorConfig
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.governor import GovernorConfig
 from toys import ToyClient, WithFaults, action, script
 
 Op = LifecycleOp

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys, torch
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 
 def faults():
     for _ in range(3):

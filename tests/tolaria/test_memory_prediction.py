@@ -10,16 +10,18 @@ import torch
 
 import tiny
 from esper.leyline.errors import ConfigError
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.memory_prediction import MemoryPrediction, available_bytes, predict, resident_bytes
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.memory import MemoryPrediction, available_bytes, predict, resident_bytes
 
 MIB = 2**20
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = """
 import json, sys, torch
 from grown_hosts import CPU, IMAGES, TEXT, SharedHosts, shortened, task_of
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.memory_prediction import predict
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.memory import predict
 
 kind, hosts = sys.argv[1], int(sys.argv[2])
 shape = {"images": IMAGES, "text": TEXT}[kind]

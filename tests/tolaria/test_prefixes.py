@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+from esper.tolaria.coalitions import PrefixPlan, plan_prefixes
 
 
 def execute(plan: PrefixPlan) -> tuple[list[frozenset[int]], int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.runs.config import RunConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.tasks.datasets.arrays import Examples
 
 P = ParamSpec("P")

@@ -18,13 +18,13 @@ Build = Callable[[int], nn.Module]
 
 
 def register_blueprint(
-    *, family: Family = "cnn", birth: Mapping[str, float] = MappingProxyType({})
+    *, family: Family = "cnn", init: Mapping[str, float] = MappingProxyType({})
 ) -> Callable[[Build], Build]:
     """Decorate a function that builds a network h -> change of h; its name is that of the blueprint.
 
     Args:
         family: features h [B, C, H, W] of a "cnn", or [B, T, D] of a "transformer".
-        birth: parameters that start at a constant, by name, so that the output of a new seed is zero.
+        init: parameters that start at a constant, by name, so that the output of a new seed is zero.
 
     Returns:
         The decorator. The function gets the number of channels, C or D.
@@ -35,7 +35,7 @@ def register_blueprint(
     of_hosts = _family(family)
 
     def register(build: Build) -> Build:
-        registry.register(registry.FunctionBlueprint(of_hosts, build, birth))
+        registry.register(registry.FunctionBlueprint(of_hosts, build, init))
         return build
 
     return register

@@ -1,37 +1,231 @@
-"""Grows networks with a controller, and keeps the best."""
+"""What happened while a network grew, step by step."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+from torch import nn
 
-from esper.api.grown import Grown
-from esper.api.run import Run
-from esper.api.session import AnyTask, console, folder, given, in_process, spec_of
-from esper.api.timeline import Timeline
-from esper.export.network import GrownNetwork
+from esper.api.arguments import checked
+from esper.api.run import AnyTask, Run, console, folder, given, in_process, spec_of
+from esper.export import network
+from esper.export.grown import Origin, read_description
+from esper.export.network import GrownNetwork, Saved
+from esper.kasmina.hosts.host import Host
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
 from esper.leyline.manifest import GrowthManifest
-from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs import controllers as known
-from esper.runs.build import dataset_of, device_of, engine_of, require_memory, reward_of
-from esper.runs.config import RunConfig
+from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.stages import COOLDOWN, SeedStage
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
+from esper.runs.assembly.plugins import load_plugins, names_task
+from esper.runs.assembly.presets import absolute_plugins, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation import tables
+from esper.runs.events import Event, step_events
 from esper.runs.live import LiveHosts
-from esper.runs.plugins import load_plugins, names_task
-from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
-from esper.runs.runner import stop_signals
-from esper.simic.scripted_client import ScriptedClient
+from esper.runs.training.best_host import grown_of_run
+from esper.runs.training.runner import stop_signals
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.run_directory import CONFIG, EVENTS, plain_json
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
+
+FILE = "timeline.json"
+_SILENT = {stage.name for stage in (COOLDOWN - {SeedStage.PRUNED}) | {SeedStage.DORMANT}}
+
+
+class Row(NamedTuple):
+    """One event: in this step, the seed of a slot reached a stage ("germinated" to "fossilized", or "pruned").
+
+    Other events are "refused" (a seed that was not good enough to be fossilized), "rolled back" (the host, after a bad
+    loss), and "end", with the points of the network that is kept. `points` are those of the network with all seeds, on
+    the validation examples; None where they were not measured.
+    """
+
+    step: int
+    slot: str
+    event: str
+    blueprint: str | None
+    alpha: float | None
+    points: float | None
+
+
+@final
+class Timeline(tuple[Row, ...]):
+    """Rows in order; prints as a table."""
+
+    unit: str
+
+    def __new__(cls, rows: Iterable[Row], unit: str) -> "Timeline":
+        """The rows, whose points have this unit."""
+        found = super().__new__(cls, rows)
+        found.unit = unit
+        return found
+
+    @classmethod
+    def of(cls, reports: Sequence[StepReport], spec: EngineSpec, host: int, points: float, unit: str) -> "Timeline":
+        """The timeline of a host whose final network has these points."""
+        live = {report.t: float(report.val_acc[host]) for report in reports}
+        own = (event for event in step_events(reports, spec) if event["host"] == spec.host_offset + host)
+        rows = [row for event in own if (row := _row(event, live)) is not None]
+        last = max((report.t for report in reports), default=0)  # earlier than the end of the episode if it was stopped
+        return cls([*rows, _clean(Row(last, "", "end", None, None, points))], unit)
+
+    @classmethod
+    def of_run(cls, run: Path, origin: Origin, steps: int, points: float, unit: str) -> "Timeline":
+        """The same from the records of a run, for a host of a complete round of `steps` steps."""
+        from esper.telemetry.record.reader import open_record, read_lines
+
+        complaints: list[str] = []
+        events = read_lines(run / EVENTS, ("stage_changed", "refused", "rollback"), complaints)
+        with open_record([run]) as record:
+            place = [origin.round, origin.host]
+            found = record.query("SELECT t, val_acc FROM steps WHERE round = ? AND host = ?", place)
+        live = {row["t"]: row["val_acc"] for row in found}
+        own = (event for event in events if [event["round"], event["host"]] == place)
+        rows = [row for event in own if (row := _row(event, live)) is not None]
+        warn(complaints)
+        return cls([*rows, _clean(Row(steps, "", "end", None, None, points))], unit)
+
+    @classmethod
+    def read(cls, folder: Path, unit: str) -> "Timeline":
+        """The timeline in a folder of `Grown.save`, empty where there is none; raises ExportError if it is damaged."""
+        file = folder / FILE
+        try:
+            rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+            return cls([Row(**row) for row in rows], unit)
+        except (ValueError, TypeError) as error:
+            raise ExportError(f"{file} is damaged ({error}); delete it to load the network without.") from error
+
+    def text(self) -> str:
+        """The JSON document."""
+        return json.dumps([row._asdict() for row in self], indent=1, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        page = tables.plain_table("step", "slot", "event", "blueprint", "alpha", self.unit)
+        for column in page.columns[1:4]:
+            column.justify = "left"
+        for row in self:
+            alpha, points = (
+                "" if value is None else f"{value:.2f}" for value in (row.alpha if row.slot else None, row.points)
+            )
+            page.add_row(str(row.step), row.slot, row.event, row.blueprint or "", alpha, points)
+        return tables.text(lambda console: console.print(page))
+
+    __repr__ = __str__
+
+
+def _row(event: Event, live: Mapping[int, float | None]) -> Row | None:
+    """The row of an event of a host; None for those without interest."""
+    step = event["t"]
+    assert isinstance(step, int)
+    match event["kind"]:
+        case "stage_changed" if event["to"] not in _SILENT:
+            what, slot = str(event["to"]).lower(), str(event["slot"])
+        case "refused":
+            what, slot = "refused", str(event["slot"])
+        case "rollback":
+            what, slot = "rolled back", ""
+        case _:
+            return None
+    blueprint, alpha = event.get("blueprint"), event.get("alpha")
+    assert blueprint is None or isinstance(blueprint, str)
+    return _clean(Row(step, slot, what, blueprint, float(str(alpha)) if alpha is not None else None, live.get(step)))
+
+
+def _clean(row: Row) -> Row:
+    """Without NaN, which JSON does not have."""
+    return Row(*(plain_json(value) for value in row))  # type: ignore[arg-type]
+
+
+@final
+class Grown:
+    """A grown network and the timeline of its growth.
+
+    Attributes:
+        network: the module and its description (`esper.export`). timeline: what happened in each step.
+    """
+
+    def __init__(self, network: GrownNetwork, timeline: Timeline) -> None:
+        self.network, self.timeline = network, timeline
+
+    @property
+    def module(self) -> nn.Module:
+        """A plain module, inputs [B, ...] -> outputs [B, ...], in eval mode on the CPU; every weight is trainable.
+
+        If the task has `inputs`, the module expects what they return. `module.network` is the user's network with
+        its own parameter names; the seeds, `module.grown`, are applied by hooks.
+        """
+        return self.network.module
+
+    @property
+    def points(self) -> float | None:
+        """Figure of merit on the validation examples."""
+        return self.network.description.val
+
+    @property
+    def test_points(self) -> float | None:
+        """Figure of merit on the test examples; None if it was not measured."""
+        return self.network.description.test
+
+    @property
+    def perplexity(self) -> float | None:
+        """Exponential of the loss per token on the validation examples; None unless the task is a text."""
+        return self.network.description.perplexity
+
+    @property
+    def unit(self) -> str:
+        """Name of the figure of merit."""
+        return self.network.description.unit
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the network and of what grew."""
+        return self.network.description.host_params + self.network.description.grown_params
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one example; a multiply-add counts as two."""
+        return self.network.description.flops
+
+    @checked
+    def save(self, folder: Path | str, *, formats: Collection[str] = (), overwrite: bool = False) -> Saved:
+        """Write the files of `esper export` and the timeline; `esper.load` reads them.
+
+        Warns about each file that could not be written, such as model.py, and says why.
+
+        Args:
+            folder: must not exist, unless `overwrite` and it was made by this method.
+            formats: "pt2" for torch.export, "onnx".
+            overwrite: replace the folder.
+
+        Returns:
+            The files, and how the network is loaded from them without esper.
+
+        Raises:
+            ExportError: the folder exists or cannot be written, a format is unknown, or the saved network does not
+                reproduce the measured figures.
+        """
+        texts = {FILE: self.timeline.text()} if self.timeline else {}
+        saved = self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
+        warn(saved.notes)
+        return saved
+
+    def __repr__(self) -> str:
+        return f"{self.network.description.task}\n{self.network.summary}"
+
 
 Controller: TypeAlias = Run | Path | str | Schedule | PolicyMaker
 
@@ -66,7 +260,7 @@ def grow(
         settings: any key of the configuration, such as workers=1.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
+        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and how to continue.
         KeyboardInterrupt: Ctrl-C was pressed before the first step or a second time.
     """
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
@@ -76,12 +270,12 @@ def grow(
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
-    changes = given(settings, episode_length=steps, device=device)
+    changes = given(settings, task=spec.name, episode_length=steps, device=device)
     with ExitStack() as stack:
         stack.enter_context(in_process(spec))
         if run is not None and run.task is not None and run.task.name != spec.name:
             stack.enter_context(in_process(run.task))
-        config = _config(spec, run, changes, seed)
+        config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
         # workers import them too; one episode is shorter than a compilation
         config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
         name, make = _client(spec, controller, run, config)
@@ -111,22 +305,13 @@ def _run_of(controller: Controller) -> Run | None:
     return None
 
 
-def _config(spec: TaskSpec, run: Run | None, changes: dict[str, Any], seed: int) -> RunConfig:
-    """The settings of the run, or those of its policy for another task."""
-    if run is None:
-        return resolve({"task": spec.name, "seed": seed, **changes})
-    if run.config["task"] == spec.name:
-        return run.resolved(changes)
-    return resolve({"task": spec.name, **run.policy_values(), **changes})
-
-
 def _client(
     spec: TaskSpec, controller: Controller, run: Run | None, config: RunConfig
 ) -> tuple[str, Callable[[EngineSpec], ClientProtocol]]:
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config, transfer=True)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):
         if controller == STATIC and not config.topology:
@@ -197,3 +382,43 @@ class _Watch:
             self.hosts.add(report)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)
+
+
+def load(path: Path | str, *, task: AnyTask | None = None, trust: bool = False) -> Run | Grown:
+    """The run or the network in a folder. No code of the folder is executed unless you allow it.
+
+    Args:
+        path: a run directory, or a folder of `Grown.save` or `esper export`.
+        task: the task of the run or network, where it was made in a Python program.
+        trust: whether plugins that a run names may be executed.
+
+    Raises:
+        RunDirectoryError: it is neither. ExportError: the network is damaged, or its host needs `task`.
+    """
+    place = folder(path)
+    spec = None if task is None else spec_of(task)
+    if (place / network.DESCRIPTION).is_file():
+        host: Host | None = None
+        if spec is not None and spec.host is not None:
+            architecture, described = spec.host, read_description(place / network.DESCRIPTION)
+            built = deterministic_build(lambda: architecture.build(described.slots, described.example()))
+            assert isinstance(built, Host)
+            host = built
+        found = network.load(place, host=host)
+        return Grown(found, Timeline.read(place, found.description.unit))
+    if (place / CONFIG).is_file():
+        return Run(place, None if isinstance(task, str) else spec, trust=trust)
+    raise RunDirectoryError(
+        f"{place} holds neither a run ({CONFIG}) nor a network ({network.DESCRIPTION}); name the folder of one."
+    )
+
+
+def grown_of(run: Run, *, host: int | None = None, live: bool = False, last: bool = False, **settings: Any) -> Grown:  # noqa: ANN401
+    """A host of a run, with its timeline if its round is complete; see `best_host.grown_of_run`."""
+    with in_process(run.task):
+        config = run.resolved({"device": "cpu", "amp": "off", **settings})
+        network = grown_of_run(run.directory, config, host=host, live=live, last=last)
+    found, timeline = network.description, Timeline((), network.description.unit)
+    if found.origin is not None and found.val is not None and found.test is not None:
+        timeline = Timeline.of_run(run.directory, found.origin, config.episode_length, found.val, found.unit)
+    return Grown(network, timeline)

@@ -1,28 +1,80 @@
-"""A run on the disk."""
+"""What every verb does around its work: names of tasks, settings, and the state of the caller's process."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import torch
 
 from esper.api.arguments import checked
-from esper.api.session import console, given, in_process
-from esper.leyline.errors import Stopped
-from esper.runs import training
-from esper.runs.comparison import Comparison
-from esper.runs.config import RunConfig
-from esper.runs.plugins import not_among, require_trusted
-from esper.runs.presets import plugin_names, policy_values, recorded
-from esper.runs.values import merge, read_toml
-from esper.tasks.registry import TaskSpec
-from esper.telemetry.progress import warn
+from esper.api.task import Task
+from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
+from esper.runs.assembly.plugins import names_task, not_among, task_in_file
+from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
+from esper.runs.assembly.run_config import RunConfig, free_folder
+from esper.runs.assembly.values import Values, nested, read_toml
+from esper.runs.evaluation.comparison import Comparison, compare
+from esper.runs.evaluation.controllers import known_names
+from esper.runs.training import runner
+from esper.tamiyo.policy_files import SUFFIX
+from esper.tasks.registry import TaskSpec, registered, task_by_name
+from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY, require_run
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
-    from esper.telemetry.record import Record
+    from esper.telemetry.record.reader import Record
+
+
+AnyTask: TypeAlias = Task | TaskSpec | str
+"""A task, the name of a registered one, or FILE.py:NAME."""
+
+
+def spec_of(task: AnyTask) -> TaskSpec:
+    """The specification of a task; raises RegistryError for an unknown name, ConfigError for a wrong file."""
+    if isinstance(task, str):
+        return task_in_file(task) if names_task(task) else task_by_name(task)
+    return task.spec if isinstance(task, Task) else task
+
+
+@contextmanager
+def in_process(task: TaskSpec | None) -> Iterator[None]:
+    """`task` has its name inside; at the end PyTorch has as many threads as before."""
+    threads = torch.get_num_threads()
+    try:
+        if task is None:
+            yield
+        else:
+            with registered(task):
+                yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def given(settings: Mapping[str, Any], **named: object) -> Values:
+    """Configuration values from keyword arguments, with dots or as tables; None among `named` means not given.
+
+    Raises:
+        ConfigError: a name is both a value and a table.
+    """
+    values = {name: value for name, value in named.items() if value is not None}
+    if isinstance(reward := values.pop("reward", None), str):
+        values["reward.mode"] = reward
+    return nested({**settings, **values})
+
+
+def console(progress: bool) -> RunConsole:
+    """Where a verb prints, silent without `progress`."""
+    return RunConsole(quiet=not progress)
+
+
+def folder(path: Path | str) -> Path:
+    """The path of a folder, with ~ expanded."""
+    return Path(path).expanduser()
 
 
 @final
@@ -89,7 +141,7 @@ class Run:
             return record.polars(_select(table))
 
     def _record(self) -> "Record":
-        from esper.telemetry.record import open_record
+        from esper.telemetry.record.reader import open_record
 
         record = open_record([self.directory])
         warn(record.complaints)
@@ -105,28 +157,20 @@ class Run:
         """
         with in_process(self.task):
             config = self.resolved(given({}, rounds=rounds))
-            summary = training.resume(config, self.directory, console(progress))
+            summary = runner.resume(config, self.directory, console(progress))
         require_finished(summary, self.directory, task=self.task is not None)
         return self
 
     def evaluate(self, *baselines: str, **options: Any) -> Comparison:  # noqa: ANN401 -- see `esper.evaluate`
         """`esper.evaluate(run, *baselines, **options)`."""
-        from esper.api.evaluate import evaluate
-
         return evaluate(self, *baselines, **options)
 
-    def policy_values(self) -> dict[str, Any]:
-        """The settings that the policy needs on another task; raises ConfigError for plugins that are not allowed."""
-        values = self.config
-        require_trusted(plugin_names(values), self._allowed, trust=self._trust)
-        return policy_values(values)
-
-    def resolved(self, changes: dict[str, Any]) -> RunConfig:
-        """The validated configuration with changes; imports the plugins that the run names, if that is allowed."""
+    def resolved(self, changes: Mapping[str, Any]) -> RunConfig:
+        """The validated configuration with changes (`config_of_run`); imports the plugins that may be."""
         plugins = plugin_names(self.config)
-        forbidden = not_among(plugins, self._allowed)
-        allowed = [name for name in plugins if name not in forbidden]
-        return recorded(merge(self.config, changes), allowed=allowed, trust=self._trust)
+        allowed = [name for name in self._allowed if not not_among([name], plugins)]
+        allowed += changes.get("plugins", [])
+        return config_of_run(self.directory, {**changes, "plugins": allowed}, trust=self._trust)
 
     def __repr__(self) -> str:
         objective = self.objective
@@ -142,4 +186,114 @@ def _select(table: str) -> str:
 def require_finished(summary: dict[str, Any] | None, path: Path, *, task: bool) -> None:
     """Raise Stopped, which says how the run goes on, if it was stopped; `task`: only this program knows its task."""
     if summary is None:
-        raise Stopped(training.stopped(path, task=task))
+        raise Stopped(runner.stopped(path, task=task))
+
+
+def train(
+    task: AnyTask,
+    rounds: int = 30,
+    num_envs: int = 8,
+    *,
+    preset: str | None = None,
+    reward: str | None = None,
+    device: str | None = None,
+    out: Path | str | None = None,
+    progress: bool = True,
+    **settings: Any,  # noqa: ANN401 -- validated with the configuration
+) -> Run:
+    """Train a controller that grows networks of a task, as `esper train` does, in this process.
+
+    Ctrl-C stops after the current step, and `Run.resume` continues.
+
+    Args:
+        task: an `esper.Task`, the name of a registered one, or "FILE.py:NAME".
+        rounds: rounds of training; coefficients are annealed over as many.
+        num_envs: networks that train in parallel.
+        preset: base settings: "quickstart" (default), "small", "learn" or "paper".
+        reward: name of a reward, built in or registered ("objective").
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        out: run directory to create; a new folder under runs/ if not given.
+        progress: whether to print.
+        settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
+
+    Raises:
+        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.
+        KeyboardInterrupt: the run was stopped; its text says how it goes on.
+    """
+    spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
+    values = given({"schedule_rounds": rounds, **settings}, **named, device=device)
+    values["task"] = task if isinstance(task, str) else spec.name
+    with in_process(None if isinstance(task, str) else spec):
+        config = resolve(values)
+        path = free_folder(config, config.preset) if out is None else folder(out)
+        summary = runner.start(config, path, console(progress))
+    require_finished(summary, path, task=not isinstance(task, str))
+    return Run(path, None if isinstance(task, str) else spec, trust=True)
+
+
+def evaluate(
+    run: Run | Path | str | Sequence[Run | Path | str],
+    *baselines: str,
+    task: AnyTask | None = None,
+    episode_length: int | None = None,
+    num_envs: int = 16,
+    seed: int | None = None,
+    best: bool = False,
+    out: Path | str | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Compare the controller of a run with baselines on the same new networks, as `esper evaluate` does.
+
+    The controller is not trained further; the run directory is not changed.
+
+    Args:
+        run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
+            controller, trained several times.
+        baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
+        task: another task that the controller is transferred to, with as many slots.
+        episode_length: control steps; as in the run, or set by the task, if not given.
+        num_envs: networks per controller and run.
+        seed: of the networks; that of each run + 1,000,000 if not given, which is needed for several runs.
+        best: use the checkpoint with the highest mean J of ten rounds instead of the newest.
+        out: folder that keeps each outcome as soon as it is known; a second call continues there. Not for a task that
+            only this program knows.
+        device: as in the run if not given.
+        progress: whether to print.
+
+    Returns:
+        The comparison, which prints as a table; `rows` has the numbers, `verdict` a sentence.
+
+    Raises:
+        ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
+    """
+    runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
+    if not runs:
+        raise ConfigError("run is an empty list; name at least one run.")
+    for name in baselines:
+        if name not in known_names() and not name.endswith(SUFFIX):
+            raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
+    other = None if task is None else spec_of(task)
+    own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}
+    if out is not None and any(one.task is not None for one in runs):
+        raise ConfigError("outcomes of a task that only a program knows cannot be recognized later; leave out out.")
+    changes = given({}, device=device, episode_length=episode_length, task=None if other is None else other.name)
+    with ExitStack() as stack:
+        for spec in own.values():
+            stack.enter_context(in_process(spec))
+        stack.enter_context(in_process(None))
+        return compare(
+            [one.resolved(changes) for one in runs],
+            [one.directory for one in runs],
+            baselines,
+            best=best,
+            transfer=other is not None or episode_length is not None,
+            seeds=() if seed is None else (seed,),
+            num_envs=num_envs,
+            out=None if out is None else Path(out),
+            console=console(progress),
+        )
+
+
+def _opened(run: Run | Path | str) -> Run:
+    return run if isinstance(run, Run) else Run(folder(run))

@@ -1,3 +1,70 @@
-"""The command line: esper train | evaluate | grow | export | search | tasks."""
+"""The entry point: parses the command line, runs a command, and prints its errors.
 
-from esper.cli.main import main as main
+Commands import torch only when they run, so that `--help` stays fast.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+import tyro
+
+import esper
+from esper.cli.evaluate import Evaluate, Search, evaluate, search
+from esper.cli.grow import Export, Grow, export, grow
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, names_first
+from esper.cli.record import Query, Report, query, report
+from esper.cli.serve import Serve, serve
+from esper.cli.train import Tasks, Train, tasks, train
+from esper.leyline.errors import EsperError, Stopped, read_in_a_shell
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "train": (Train, train),
+    "evaluate": (Evaluate, evaluate),
+    "grow": (Grow, grow),
+    "export": (Export, export),
+    "search": (Search, search),
+    "query": (Query, query),
+    "report": (Report, report),
+    "serve": (Serve, serve),
+    "tasks": (Tasks, tasks),
+}
+"""The options of each command, and what it does."""
+_ABOUT = "Networks that grow while they train, and a controller that learns it (--version)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 error, 130 stopped by a signal."""
+    # Waiting OpenMP threads must not spin, which slows a shared machine; torch reads this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # terminals without box characters
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        print(f"esper {esper.__version__}")
+        return 0
+    try:
+        with read_in_a_shell():
+            name = given[0] if given else ""
+            if name not in COMMANDS:
+                all_of_them: Any = reduce(
+                    or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in COMMANDS.items())
+                )
+                tyro.cli(all_of_them, prog="esper", args=given, description=_ABOUT)  # --help, or an error
+            options, run = COMMANDS[name]
+            config = (tyro.conf.DisallowNone,)
+            return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
+    except EsperError as error:
+        print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except BrokenPipeError:  # `esper --help | head`; else flushing the rest would fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt as error:
+        print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
+        return EXIT_STOPPED

@@ -2,6 +2,6 @@
 
 import sys
 
-from esper.cli.main import main
+from esper.cli import main
 
 sys.exit(main())

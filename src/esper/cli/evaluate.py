@@ -1,23 +1,22 @@
 """esper evaluate: compares trained controllers with baselines."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import mode_of, replacing
+from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole
-from esper.telemetry.run_directory import CONFIG, plain_json, require_run
+from esper.telemetry.run_directory import plain_json
 
 if TYPE_CHECKING:
-    from esper.runs.config import RunConfig
+    from esper.runs.assembly.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,53 +56,53 @@ class Evaluate:
     """Plugins to import; with a run, those of its plugins that may be executed."""
     trust: Flag = False
     """Execute all plugins that the run directories name."""
-    json: FilePath = None
-    """Also write the results of every host to this JSON file; - prints JSON instead of the table."""
+    json: Flag = False
+    """Print the results of every host as JSON instead of the table."""
 
 
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
-    from esper.runs.comparison import compare, named
-    from esper.runs.outcome_store import REPORT
+    from esper.runs.evaluation.comparison import compare, named
+    from esper.runs.evaluation.outcomes import REPORT
 
     runs, baselines = named(command.controllers)
     tasks = command.task or (None,)
     if len(set(tasks)) < len(tasks):
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
     configs = [_configs(command, runs, task) for task in tasks]
-    with ExitStack() as stack:
-        writers = [stack.enter_context(_json_file(command.json))]
-        found = [
-            compare(
-                of_task,
-                runs,
-                baselines,
-                best=command.best,
-                transfer=task is not None or command.episode_length is not None,
-                seeds=command.seed,
-                num_envs=command.num_envs,
-                out=command.out,
-                console=RunConsole(stderr=True),
-            )
-            for task, of_task in zip(tasks, configs, strict=True)
-        ]
-        if command.out is not None:
-            writers.append(stack.enter_context(_json_file(command.out / REPORT)))
-        reports = [comparison.report() for comparison in found]
-        for write_json in writers:
-            write_json(plain_json(reports if len(reports) > 1 else reports[0]))
-    if str(command.json) != "-":
-        console = RunConsole()
-        for i, comparison in enumerate(found):
-            if i:
-                console.say("")
-            comparison.show(console)
+    found = [
+        compare(
+            of_task,
+            runs,
+            baselines,
+            best=command.best,
+            transfer=task is not None or command.episode_length is not None,
+            seeds=command.seed,
+            num_envs=command.num_envs,
+            out=command.out,
+            console=RunConsole(stderr=True),
+        )
+        for task, of_task in zip(tasks, configs, strict=True)
+    ]
+    reports = [comparison.report() for comparison in found]
+    text = json.dumps(plain_json(reports if len(reports) > 1 else reports[0]), indent=2)
+    if command.out is not None:
+        with replacing(command.out / REPORT) as file:
+            print(text, file=file)
+    console = RunConsole()
+    if command.json:
+        console.out(text, highlight=False)
+        return 0
+    for i, comparison in enumerate(found):
+        if i:
+            console.say("")
+        comparison.show(console)
     return 0
 
 
 def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> list["RunConfig"]:
     """The configuration of each run on a task, or the one that the options give."""
-    from esper.runs.presets import resolve
+    from esper.runs.assembly.presets import config_of_run, resolve
 
     given = {name: value for name, value in overrides(command).items() if name != "task"}
     given |= {"task": task} if task is not None else {}
@@ -113,54 +112,87 @@ def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> lis
         if command.best:
             raise ConfigError("--best needs a run directory; name one, or leave it out.")
         return [resolve(given)]
-    if command.data_dir is not None:
-        given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return [_of_run(command, run, dict(given)) for run in runs]
-
-
-def _of_run(command: Evaluate, run: Path, given: dict[str, Any]) -> "RunConfig":
-    """The configuration of a run with what may be changed, or that of another task for its policy."""
-    from esper.runs.plugins import not_among, require_trusted
-    from esper.runs.presets import plugin_names, policy_values, recorded, resolve
-    from esper.runs.values import read_toml
-
-    allowed = given.pop("plugins", [])
-    if own := sorted(given.keys() - {"device", "data_dir", "task", "episode_length"}):
+    if own := sorted(given.keys() - {"device", "data_dir", "plugins", "task", "episode_length"}):
         raise ConfigError(f"{', '.join(own)} cannot be changed for an existing run; leave it out.")
-    require_run(run)
-    values = read_toml(run / CONFIG)
-    if given.get("task", values.get("task")) == values.get("task"):
-        return recorded(values | given, allowed=allowed, trust=command.trust)
-    own_plugins = plugin_names(values)
-    require_trusted(own_plugins, allowed, trust=command.trust)
-    kept = policy_values(values) | {name: values[name] for name in ("seed", "preset", "num_envs")}
-    return resolve({**kept, **given, "plugins": [*own_plugins, *not_among(allowed, own_plugins)]})
+    return [config_of_run(run, given, trust=command.trust) for run in runs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Find the best schedule of a task and the best rule that looks at each host once, or tune the heuristic for it.
+
+    They are searched on training hosts and written as files that `esper evaluate` compares.
+    """
+
+    task: Annotated[tyro.conf.Positional[str], placeholder("TASK")]
+    """The task, or FILE.py:NAME."""
+    heuristic: bool = False
+    """Tune the hand-written rules of the heuristic instead."""
+    budget: Number = None
+    """Env-steps (hosts x control steps) to spend. (those of a training run of the preset)"""
+    out: FilePath = None
+    """Folder of the files. (a new folder under runs/)"""
+    preset: Text = None
+    """Base settings. (quickstart)"""
+    num_envs: Number = None
+    """Hosts that run at once. (as in training; up to 256 for scripted tasks)"""
+    episode_length: Number = None
+    """Control steps per episode. (set by the task)"""
+    seed: Number = None
+    """Random seed: that of the training run whose hosts are used. (0)"""
+    device: Text = None
+    """auto, cpu, cuda or cuda:N. (auto)"""
+    data_dir: FilePath = None
+    """Folder of the data files. ($ESPER_DATA)"""
+    executor: Text = None
+    """How hosts are run: streamed, fused, native or auto. (auto)"""
+    workers: Number = None
+    """Processes that share the hosts on a CPU. (set by the preset)"""
+    plugins: Plugins = ()
+    """Plugins that register tasks or blueprints."""
+
+
+def search(command: Search) -> int:
+    """Search, write the files and print what was found."""
+    from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
+    from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
+    from esper.runs.evaluation import search as searching
+    from esper.telemetry.progress import PassProgress
+
+    given = overrides(command)
+    given.pop("num_envs", None)  # of the search, not of the training run that gives the default budget
+    config = resolve(given)
+    budget = searching.default_budget(config) if command.budget is None else command.budget
+    num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
+    config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
+    passes = searching.passes_of(budget, num_envs, config.episode_length)
+    folder = free_folder(config, "search") if command.out is None else command.out
+    console = RunConsole()
+    console.say(
+        f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
+        f"{config.episode_length} steps, seed {config.seed}"
+    )
+    device = device_of(config)
+    dataset = dataset_of(config, device)
+    require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=num_envs, episodes=passes)
+    with _made(folder), PassProgress(console, passes) as progress:
+        find = searching.tune if command.heuristic else searching.search
+        found = find(config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage)
+        found.write(folder)
+    found.show(folder, console)
+    return 0
 
 
 @contextmanager
-def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
-    """Gives a function that writes the JSON; raises before the evaluation if the file cannot be written."""
-    if path is None:
-        yield lambda report: None
-    elif str(path) == "-":
-        yield lambda report: RunConsole().out(json.dumps(report, indent=2), highlight=False)
-    else:
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(replacing(_writable(path)))
-            except OSError as error:
-                raise ConfigError(
-                    f"the file {path} cannot be written ({error.strerror}); name another with --json."
-                ) from error
-            yield lambda report: print(json.dumps(report, indent=2), file=file)
-
-
-def _writable(path: Path) -> Path:
-    """`path` if it is free, else the regular file it is or links to; raises ConfigError otherwise."""
-    target = path.resolve()
-    if target.is_file() and os.access(target, os.W_OK):
-        return target
-    if not mode_of(path):
-        return path
-    kind = "not writable" if target.is_file() else "a folder" if target.is_dir() else "not a regular file"
-    raise ConfigError(f"{path} is {kind}; name another file with --json, or - for standard output.")
+def _made(folder: Path) -> Iterator[None]:
+    """Create the folder before the search begins; remove it if nothing was written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made ({error.strerror}); name another with --out.") from error
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()

@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Text, joined, overrides, placeholder
+from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole
+
+if TYPE_CHECKING:
+    from esper.export.network import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Grow:
     """auto, cpu, cuda or cuda:N. (as in the run, or auto)"""
     data_dir: FilePath = None
     """Folder of the data files. (as in the run, or $ESPER_DATA)"""
-    to: FilePath = None
+    out: FilePath = None
     """Folder to write: the files of `esper export`, and timeline.json."""
     overwrite: Flag = False
     """Replace a folder made by this command."""
@@ -48,14 +52,12 @@ def grow(command: Grow) -> int:
     from esper.api.grow import grow as grown_by
     from esper.api.run import Run
     from esper.export.network import require_free
-    from esper.runs.controllers import names
+    from esper.runs.evaluation.controllers import names
 
-    if command.to is not None:
-        require_free(command.to, overwrite=command.overwrite)
+    if command.out is not None:
+        require_free(command.out, overwrite=command.overwrite)
     own = {"seed", "task", "device"}  # not settings of the run
     settings = {name: value for name, value in overrides(command, joined(command.set)).items() if name not in own}
-    if command.data_dir is not None:
-        settings["data_dir"] = str(command.data_dir.expanduser().absolute())
     allowed = (*settings.get("plugins", ()), command.task)
     is_run = command.controller not in names() and Path(command.controller).is_dir()
     found = grown_by(
@@ -69,6 +71,69 @@ def grow(command: Grow) -> int:
     )
     console = RunConsole()
     console.say(f"\n{found.timeline}\n\n{found}")
-    if command.to is not None:
-        console.say(str(found.save(command.to, overwrite=command.overwrite)))
+    if command.out is not None:
+        console.say(str(found.save(command.out, overwrite=command.overwrite)))
+    return 0
+
+
+Choice = Literal["torch", "pt2", "onnx", "all"]
+_FORMATS: dict[Choice, "tuple[Format, ...]"] = {
+    "torch": (),
+    "pt2": ("pt2",),
+    "onnx": ("onnx",),
+    "all": ("pt2", "onnx"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a grown network as files that need no esper.
+
+    model.py is source code that needs only torch; model.safetensors has the weights, model.json the description. If the
+    source cannot be written, model.pt2 or model.pkl holds the whole network.
+
+    The files are run without esper, and compared with the network, before the folder appears.
+    """
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|FOLDER")]
+    """A run directory, whose best host of all rounds is taken, or a folder made by this command."""
+    out: Annotated[Path, placeholder("DIR")]
+    """Folder to write."""
+    format: Annotated[Choice, placeholder("NAME")] = "torch"
+    """Also write model.pt2 (torch.export), model.onnx, or all of them. (torch)"""
+    last: Flag = False
+    """Take the best host of the newest checkpoint: of the last round, or of the one in which the run was stopped."""
+    host: Number = None
+    """Take the host of this number in the newest checkpoint."""
+    live: Flag = False
+    """Include seeds that are still being blended in, with their present weight."""
+    overwrite: Flag = False
+    """Replace a folder made by this command."""
+    device: Text = None
+    """Device that measures the hosts: auto, cpu, cuda or cuda:N. (cpu)"""
+    data_dir: FilePath = None
+    """Folder of the data files. (as in the run)"""
+    plugins: Plugins = ()
+    """Those plugins of the run that may be executed."""
+    trust: Flag = False
+    """Execute all plugins that the run directory names."""
+
+
+def export(command: Export) -> int:
+    """Write the folder and print what is in it."""
+    from esper.api.grow import grown_of, load
+    from esper.api.run import Run
+    from esper.export.network import DESCRIPTION
+
+    again = (command.source / DESCRIPTION).is_file()
+    if again and (command.host is not None or command.live or command.last):
+        raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
+    if again:
+        found = load(command.source)
+    else:
+        run = Run(command.source, trust=command.trust)
+        found = grown_of(run, host=command.host, live=command.live, last=command.last, **overrides(command))
+    assert not isinstance(found, Run)
+    saved = found.save(command.out, formats=_FORMATS[command.format], overwrite=command.overwrite)
+    RunConsole().say(f"{saved}\n{found.network.summary}")
     return 0

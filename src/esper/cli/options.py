@@ -3,6 +3,7 @@
 import math
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -60,28 +61,22 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     Raises:
         ConfigError: a malformed --set.
     """
-    from esper.runs.values import nested
+    from esper.runs.assembly.run_config import RunConfig
+    from esper.runs.assembly.values import nested
 
-    options = {name: value for name, value in vars(command).items() if value is not None}
-    numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
-    names = ("task", "preset", "device", "executor", "compile", "amp", *numbers)
-    given: dict[str, Any] = {name: options[name] for name in names if name in options}
-    if "topology" in options:
-        given["topology"] = _topology(options["topology"])
-    if "data_dir" in options:
-        given["data_dir"] = str(options["data_dir"])
-    if options["plugins"]:
-        given["plugins"] = joined(options["plugins"])
-    if options.get("sinks"):
-        given["sinks"] = joined(options["sinks"])
-    if "reward" in options:
-        given["reward"] = {"mode": options["reward"]}
+    settings = {field.name for field in fields(RunConfig)}
+    given = {name: value for name, value in vars(command).items() if name in settings and value not in (None, ())}
+    for name, convert in (("topology", _topology), ("data_dir", str), ("plugins", joined), ("sinks", joined)):
+        if name in given:
+            given[name] = convert(given[name])
+    if "reward" in given:
+        given["reward"] = {"mode": given["reward"]}
     return nested(given | dict(map(_assignment, assignments)))
 
 
 def _topology(path: Path) -> list[str]:
     """The seeds that a model.json names; raises ExportError, or ConfigError if nothing grew."""
-    from esper.export.description import read_description
+    from esper.export.grown import read_description
 
     lines = list(read_description(path).topology.lines)
     if not lines:

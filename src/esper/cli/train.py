@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import tyro
+
 from esper.cli.options import (
     EXIT_STOPPED,
     FilePath,
@@ -17,12 +19,12 @@ from esper.cli.options import (
     placeholder,
 )
 from esper.leyline.errors import ConfigError
-from esper.leyline.wording import command as command_line
+from esper.leyline.errors import command as command_line
 from esper.telemetry.progress import RunConsole
-from esper.telemetry.run_directory import CONFIG, plugins_of, require_run
+from esper.telemetry.run_directory import plugins_of
 
 if TYPE_CHECKING:
-    from esper.runs.config import RunConfig
+    from esper.runs.assembly.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Train:
     """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
     sinks: Annotated[Names, placeholder("NAME ...")] = ()
     """Where metrics go besides the run directory: tensorboard, wandb, trackio, or one from a plugin."""
-    run_dir: FilePath = None
+    out: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
     """Run directory to continue. Only --rounds, --device, --data-dir, --compile, --checkpoint-every and --sinks can be
@@ -88,23 +90,23 @@ NEW_HOSTS = 32
 
 def train(command: Train) -> int:
     """Start or resume a run."""
-    from esper.runs import training
-    from esper.runs.presets import resolve
+    from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
+    from esper.runs.training import runner
 
     console = RunConsole()
     if command.resume is not None:
-        require_run(command.resume)
         path, config = command.resume, _continued(command, command.resume)
-        summary = training.resume(config, path, console)
+        summary = runner.resume(config, path, console)
     else:
         given = overrides(command, joined(command.set))
         if command.topology is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        path = command.run_dir or training.free_name(config)
-        summary = training.start(config, path, console)
+        path = command.out or free_folder(config, config.preset)
+        summary = runner.start(config, path, console)
     if summary is None:
-        console.say(training.stopped(path))
+        console.say(runner.stopped(path))
         return EXIT_STOPPED
     if not config.topology:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
@@ -114,8 +116,8 @@ def train(command: Train) -> int:
 
 def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunConsole) -> None:
     """The last line of a run on a task whose best schedule is known: 100·J of both on new hosts."""
-    from esper.runs.comparison import compare
-    from esper.runs.controllers import BEST_SCHEDULE, has_best_schedule
+    from esper.runs.evaluation.comparison import compare
+    from esper.runs.evaluation.controllers import BEST_SCHEDULE, has_best_schedule
 
     if not has_best_schedule(config):
         return
@@ -125,19 +127,50 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
 
 def _continued(command: Train, path: Path) -> "RunConfig":
     """The configuration of an existing run with the changes of the command line."""
-    from esper.runs.identity import CHANGEABLE
-    from esper.runs.presets import recorded
-    from esper.runs.values import read_toml
+    from esper.runs.assembly.presets import config_of_run
+    from esper.runs.assembly.run_config import CHANGEABLE
 
     given = overrides(command, joined(command.set))
-    allowed = given.pop("plugins", [])
-    extra = sorted(given.keys() - set(CHANGEABLE))
-    extra += [name for name in ("config", "run_dir") if getattr(command, name) is not None]
+    extra = sorted(given.keys() - {"plugins", *CHANGEABLE})
+    extra += [name for name in ("config", "out") if getattr(command, name) is not None]
     if extra:
         raise ConfigError(
             f"{', '.join(extra)} cannot be changed when a run is resumed, only {', '.join(CHANGEABLE)} can; "
             "leave it out, or start a new run."
         )
-    if command.data_dir is not None:
-        given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(path / CONFIG) | given, allowed=allowed, trust=command.trust)
+    return config_of_run(path, given, trust=command.trust)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """List the tasks, or draw the host of one with its slots."""
+
+    name: Annotated[tyro.conf.Positional[str], placeholder("TASK")] = ""
+    """The task to draw, or FILE.py:NAME."""
+    data_dir: FilePath = None
+    """Folder of the data files. ($ESPER_DATA)"""
+    plugins: Plugins = ()
+    """Plugins that register tasks."""
+
+
+def tasks(command: Tasks) -> int:
+    """Print the table of tasks, or one task."""
+    from esper.runs.assembly.plugins import load_plugins, names_task, task_in_file
+    from esper.runs.assembly.run_config import data_folder
+    from esper.runs.evaluation import tables
+    from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
+    from esper.tasks.registry import task_by_name, task_names
+    from esper.telemetry.progress import RunConsole
+
+    load_plugins(joined(command.plugins))
+    console, folder = RunConsole(), data_folder(str(command.data_dir or ""))
+    if command.name:
+        name = command.name
+        lines = tables.task(task_in_file(name) if names_task(name) else task_by_name(name), folder)
+    else:
+        found = [task_by_name(name) for name in task_names()]
+        console.print(tables.tasks(found, folder))
+        lines = ["", *tables.data_lines(found, folder), "", "esper tasks TASK draws the host of a task with its slots."]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return 0

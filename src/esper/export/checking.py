@@ -1,10 +1,7 @@
-"""Runs the files of a network in a process without esper, where a crash is an answer.
+"""Loads a file of a network in a process without esper, where a crash is an answer, and compares its outputs.
 
-It is executed as a script that imports torch alone. The job names files to try, the first of which that gives the
-expected outputs wins, and then formats to write. Each outcome is a line of JSON in the file of results:
-
-    {"start": "model.py"}
-    {"end": "model.py", "error": null, "notes": []}
+It is executed as a script that imports torch alone. The job in its file are the arguments of `run`; the result, beside
+it, is JSON: the error or null, and sentences about what is not as usual.
 """
 
 import dataclasses
@@ -14,7 +11,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,50 +131,31 @@ def _any_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return shapes.dynamic_shapes(model, args, kwargs)
 
 
+def run(
+    kind: str, source: Path, folder: Path, examples: list[tuple[Any, ...]], target: Path | None, fixed: bool
+) -> list[str]:
+    """Load a file and compare it, or write another format from it; sentences about what is not as usual."""
+    model = load(kind, folder, source)
+    if target is None:
+        check(model, examples)
+        return []
+    if target.suffix == ".onnx":
+        return save_onnx(model.eval(), examples, target)
+    return save_program(model.eval(), examples, target, fixed=fixed)
+
+
 def main(job_file: str) -> None:
     """Do a job; see the top of the file."""
     sys.modules["esper"] = None  # type: ignore[assignment]  # importing it fails
     with open(job_file, "rb") as file:
         job = pickle.load(file)
     warnings.simplefilter("ignore")
-    folder, examples, tries, formats = job["folder"], job["examples"], job["tries"], job["formats"]
-    model = None
-
-    def step(name: str, do: Callable[[], list[str]]) -> bool:
-        _report(job["results"], {"start": name})
-        try:
-            notes, error = do(), None
-        except BaseException as raised:
-            said = str(raised).strip().splitlines()
-            notes, error = [], f"{type(raised).__name__}: {said[0]}" if said else type(raised).__name__
-        _report(job["results"], {"end": name, "error": error, "notes": notes})
-        return error is None
-
-    def attempt(kind: str, path: Path) -> list[str]:
-        nonlocal model
-        if kind == "model.pt2":
-            save_program(load("model.pkl", folder, job["pickle"]).eval(), examples, path, fixed=False)
-            return []
-        model = load(kind, folder, path)
-        check(model, examples)
-        return []
-
-    won = None
-    for name, kind, path in tries:
-        if won is None and step(name, partial(attempt, kind, path)):
-            won = kind
-    for name in formats:
-        if won == name:
-            continue
-        if model is None:
-            model = load("model.pkl", folder, job["pickle"])
-        write = save_program if name == "model.pt2" else save_onnx
-        step(name, partial(write, model.eval(), examples, folder / name))
-
-
-def _report(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        notes, error = run(**job), None
+    except BaseException as raised:
+        said = str(raised).strip().splitlines()
+        notes, error = [], f"{type(raised).__name__}: {said[0]}" if said else type(raised).__name__
+    Path(f"{job_file}.result").write_text(json.dumps([error, notes]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,44 @@
-"""A grown network as a plain module: no stages, masks, slabs or optimizers.
+"""A grown network as a plain module (no stages, masks or optimizers), what it is built from, and its description.
 
     GrownModule
         network        the user's own network, or a plain one like a built-in host
         grown.<slot>   Grown: seed, and the gate of algorithm GATE; a hook applies it to the output of the slot's module
 
+    host                  plain network                                       slot r0c1
+    of the user's model   a new one of `model`, with its own dropout etc.     the path is the name of the slot
+    convolutional         ConvNet                                             blocks.1 (r1c1: pools.1)
+    transformer           Transformer                                         the last layer of segment 1
+
 Every weight is trainable, except those that the user froze. `Grown`, `GrownModule` and the functions on their weights
-refer to torch alone, because model.py has copies of them.
+refer to torch alone, because model.py has copies of them. model.json is the `Description`, of plain values alone.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, final
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.flat_layout import buffer_layout, parameter_layout
-from esper.leyline.manifest import GrownSlot
+from esper.kasmina.blueprints.layers import GateNetwork, Positions
+from esper.kasmina.blueprints.registry import AbstractBlueprint, blueprint_by_name
+from esper.kasmina.hosts.cnn import Block, CNNHost
+from esper.kasmina.hosts.host import Host
+from esper.kasmina.hosts.module_host import ModuleHost
+from esper.kasmina.hosts.transformer import Layer, TransformerHost
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import buffer_layout, parameter_layout
+from esper.leyline.errors import ConfigError, ExportError
+from esper.leyline.manifest import GrownSlot, GrowthManifest
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,7 @@ def load_state(module: GrownModule, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, " Q"]) -> None:
-    """Copy the weights of a slab's row into a module of that layout."""
+    """Copy the weights of a row into a module of that layout."""
     parts = (
         (parameter_layout(module), params, dict(module.named_parameters())),
         (buffer_layout(module), buffers, dict(module.named_buffers())),
@@ -113,3 +133,246 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
     for layout, row, own in parts:
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
+
+
+FORMAT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where in a run a network grew: `round` from 1, global number of the `host`, its 100·J."""
+
+    round: int
+    host: int
+    objective: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A network and its origin.
+
+    Attributes:
+        task: its name. data: identity of the data set. host: class and fields of the host's specification, None if they
+            are not plain values. slots: those enabled in the run. seeds: what grew.
+        input_shape, input_dtype: of one example as the host gets it. normalization: how stored examples become that,
+            None if they are stored so.
+        host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
+        unit: name of the figure of merit. val, test: its values; None where it was not measured.
+        perplexity: of a text, on the validation examples; None for others, or where it was not measured.
+        classes: names of the labels in order; None where they are not known.
+        tokenizer: of a text, "bytes" or the name of a file in the folder; None for others.
+        origin: the round and host of a run; None where it grew in no run.
+    """
+
+    task: str
+    data: dict[str, Any]
+    host: dict[str, Any] | None
+    slots: tuple[str, ...]
+    seeds: tuple[GrownSeed, ...]
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    normalization: dict[str, Any] | None
+    host_params: int
+    grown_params: int
+    flops: int
+    unit: str
+    val: float | None
+    test: float | None
+    perplexity: float | None = None
+    classes: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    origin: Origin | None = None
+
+    @property
+    def topology(self) -> GrowthManifest:
+        """What grew, without weights."""
+        return GrowthManifest(tuple(GrownSlot(s.slot, s.blueprint, s.algorithm) for s in self.seeds))
+
+    def example(self, batch: int = 2) -> Tensor:
+        """Made-up inputs [batch, ...]: a wave, or the tokens 0 and 1."""
+        number = torch.arange(batch * math.prod(self.input_shape))
+        dtype = getattr(torch, self.input_dtype)
+        values = torch.sin(number) if dtype.is_floating_point else number % 2
+        return values.to(dtype).view(batch, *self.input_shape)
+
+    def text(self) -> str:
+        """The JSON document."""
+        tree = {"format": FORMAT, **asdict(self), "topology": self.topology.tree()}
+        return json.dumps(tree, indent=1, allow_nan=False) + "\n"
+
+
+def read_description(path: Path) -> Description:
+    """The description in model.json; raises ExportError that says what is wrong with the file."""
+    again = "export the network again"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read ({error.strerror}); name a folder made by `esper export`.") from error
+    except ValueError as error:
+        raise ExportError(f"{path} is not JSON ({error}): it was damaged; {again}.") from error
+    found = tree.get("format") if isinstance(tree, dict) else None
+    if found != FORMAT:
+        raise ExportError(f"{path} has format {found!r}, but this version reads format {FORMAT}; {again}.")
+    expected = {f.name for f in fields(Description)} | {"format", "topology"}
+    if wrong := sorted(expected ^ tree.keys()):
+        kind = "unknown" if wrong[0] in tree else "missing"
+        raise ExportError(f"{path}: the key {wrong[0]!r} is {kind}; {again}.")
+    try:
+        topology, _ = GrowthManifest.of(tree.pop("topology")), tree.pop("format")
+        description = TypeAdapter(Description).validate_python(tree)
+        description.example()
+    except (ValidationError, AttributeError, ConfigError) as error:
+        raise ExportError(f"{path} is damaged ({error}); {again}.") from error
+    if description.topology != topology:
+        raise ExportError(f"{path} was changed: its seeds are not those of its topology; {again}.")
+    return description
+
+
+def fields_of(value: object) -> dict[str, Any] | None:
+    """Class and fields of a dataclass, if they survive JSON; None for anything else: nothing is stored by halves."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    kind = type(value)
+    tree = {"class": f"{kind.__module__}.{kind.__qualname__}", **asdict(value)}
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(tree, allow_nan=False))
+    except (TypeError, ValueError):
+        return None
+    return plain
+
+
+def restored(tree: Mapping[str, Any] | None, package: str) -> object:
+    """The dataclass of `fields_of`; None if its class is not one of this package's, which alone are imported.
+
+    Raises:
+        TypeError, ConfigError: its fields are wrong.
+    """
+    values = dict(tree or {})
+    place, _, name = str(values.pop("class", "")).rpartition(".")
+    kind: Any = None
+    if place.startswith(f"{package}.") and find_spec(place) is not None:
+        kind = getattr(import_module(place), name, None)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return None
+    return kind(**{key: _tupled(value) for key, value in values.items()})
+
+
+def _tupled(value: Any) -> Any:  # noqa: ANN401 -- a value of a JSON document
+    """Lists as tuples, which is what the fields of such classes are."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+_SLOWER = {"flex_attention": "attention"}
+"""Blueprints that compute the same as another one with a kernel of their own."""
+
+
+@final
+class ConvNet(nn.Module):
+    """Blocks of doubling width, the first `pools` of them with a pooling behind, and a linear head."""
+
+    def __init__(
+        self, in_channels: int, base: int, blocks: int, kernel: int, pools: int, classes: int, unshuffle: int = 1
+    ) -> None:
+        super().__init__()
+        channels = [in_channels * unshuffle**2, *(base * 2**i for i in range(blocks))]
+        self.unshuffle = nn.PixelUnshuffle(unshuffle)
+        self.blocks = nn.ModuleList(Block(a, b, kernel) for a, b in pairwise(channels))
+        self.pools = nn.ModuleList(nn.MaxPool2d(2) if i < pools else nn.Identity() for i in range(blocks))
+        self.head = nn.Linear(channels[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, classes] of images [B, C, H, W]."""
+        x = self.unshuffle(x)
+        for block, pool in zip(self.blocks, self.pools, strict=True):
+            x = pool(block(x))
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+
+@final
+class Transformer(nn.Module):
+    """A causal language model with a tied output."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = Positions(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of tokens [B, T]."""
+        h = self.dropout(self.positions(self.embedding(x)))
+        for layer in self.layers:
+            h = layer(h)
+        logits: Tensor = self.output(self.norm(h))
+        return logits
+
+
+class Plain(NamedTuple):
+    """What a grown network is built from.
+
+    Attributes:
+        host: whose network it is. model: gives a new one; `compiled` says whether it comes in torch.compile.
+        seeds: by the path of the submodule behind which they grew, in execution order.
+        module: the network and what grew, in eval mode on the CPU.
+    """
+
+    host: Host
+    model: Callable[[], nn.Module]
+    seeds: dict[str, GrownSeed]
+    module: GrownModule
+    compiled: bool = False
+
+
+def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, int]:
+    """The blueprint of a seed, with PyTorch's own kernels, and the channels of its slot; raises RegistryError."""
+    channels = next(point.channels for point in host.enabled if point.slot_id == seed.slot)
+    return blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family), channels
+
+
+def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
+    """A plain network with the weights of `host`, and new seeds.
+
+    Raises:
+        RegistryError: a blueprint that is not registered.
+    """
+    model, path_of = _plain_host(host)
+    built = deterministic_build(model)
+    network = getattr(built, "_orig_mod", built)  # what torch.compile wraps
+    _copy(host.network if isinstance(host, ModuleHost) else host, network)
+    order, own, grown = host.execution_order().index, {}, {}
+    for seed in sorted(seeds, key=lambda seed: order(seed.slot)):
+        blueprint, channels = blueprint_of(seed, host)
+        gate = deterministic_build(partial(GateNetwork, channels, host.causal)) if seed.algorithm == "GATE" else None
+        built_seed = deterministic_build(partial(blueprint.build, channels))
+        path = path_of(seed.slot)
+        own[path], grown[path] = seed, Grown(built_seed, seed.algorithm, gate, seed.alpha)
+    return Plain(host, model, own, GrownModule(network, grown).eval(), compiled=built is not network)
+
+
+def _plain_host(host: Host) -> tuple[Callable[[], nn.Module], Callable[[str], str]]:
+    """What gives a new network, and the path of the submodule of a slot."""
+    if isinstance(host, ModuleHost):
+        return host.spec.model, str
+    if isinstance(host, CNNHost):
+        kinds = {"r0": "blocks", "r1": "pools"}
+        return partial(ConvNet, **asdict(host.spec)), lambda slot: f"{kinds[slot[:2]]}.{slot[3:]}"
+    assert isinstance(host, TransformerHost), f"{type(host).__name__} has no plain network"
+    fields = asdict(host.spec)
+    del fields["segments"]
+    after = {slot: i for i, slot in host.slot_after.items()}
+    return partial(Transformer, **fields), lambda slot: f"layers.{after[slot]}"
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    """Copy tensors of equal names; a counter of batches, which hosts do not have, stays 0."""
+    own: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False)) | dict(source.named_buffers())
+    target.load_state_dict(own, strict=False)
+    for name, buffer in target.named_buffers():  # some may be kept out of the state
+        if name in own:
+            buffer.copy_(own[name])

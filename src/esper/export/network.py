@@ -1,36 +1,195 @@
-"""A grown network: taken from an engine, saved as files, loaded again."""
+"""A grown network: taken from an engine, saved as files, loaded again.
 
+Several files that run are tried in a process of their own, and the first that gives the same outputs is kept:
+
+    model.py     the network's own source, copied; if that fails, with imports of the user's modules
+    model.pt2    a program of torch.export
+    model.pkl    the parts of the network as cloudpickle writes them, classes included
+"""
+
+import json
 import math
-from collections.abc import Collection, Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal, final, get_args
 
+import cloudpickle
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.export import artefacts, checking
-from esper.export.description import Description, Origin, fields_of, read_description, restored
-from esper.export.grown import GrownModule, GrownSeed, fill, load_state, slot_key, state_of
-from esper.export.plain_hosts import Plain, plain
+from esper.export import checking
+from esper.export.grown import (
+    Description,
+    Grown,
+    GrownModule,
+    GrownSeed,
+    Origin,
+    Plain,
+    fields_of,
+    fill,
+    load_state,
+    plain,
+    read_description,
+    restored,
+    slot_key,
+    state_of,
+)
+from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.checkpoint_tree import below
-from esper.leyline.errors import ConfigError, ExportError, nearest
+from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.wording import option
+from esper.leyline.tensor_dataclass import below
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
-from esper.tasks.objectives import of_split, perplexity
+from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
+from esper.tasks.losses import of_split, perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.state import RolloutStats
+
+SOURCE, PROGRAM, PICKLE, ONNX = "model.py", "model.pt2", "model.pkl", "model.onnx"
+TIMEOUT = 300.0
+"""Seconds after which a process that checks files is taken to hang."""
+HOW_TO_LOAD = {
+    SOURCE: "load_model() of model.py",
+    PROGRAM: 'torch.export.load("model.pt2").module()',
+    PICKLE: 'pickle.load(open("model.pkl", "rb")), which needs cloudpickle and executes code (trust its maker)',
+}
+Example = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
+"""Positional and named arguments of a call, and the tensors that the network returns."""
+Tried = tuple[str | None, list[str]]
+"""Why a file is not to be had, None if it is, and sentences about what is not as usual."""
+
+
+def _write_runnable(
+    folder: Path, network: "GrownNetwork", examples: Sequence[Example], formats: Collection[str]
+) -> tuple[str | None, list[str]]:
+    """Write what runs into a folder that holds the weights already, and files of `formats` besides.
+
+    The file that was kept, None where none gave the same outputs, and sentences about what is not as usual.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None] if ONNX in formats else []
+    wanted = [name for name in formats if name != ONNX or not missing]
+    won, failed, said = None, dict[str, str](), list[str]()
+    with tempfile.TemporaryDirectory() as place:
+        pickled = Path(place) / PICKLE
+
+        def tried(kind: str, source: Path, target: Path | None = None, *, fixed: bool = True) -> Tried:
+            job = {"kind": kind, "source": source, "folder": folder, "examples": list(examples)}
+            return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
+
+        def attempt(name: str) -> tuple[Path, str | None, list[str]]:
+            """The file to keep, why it is not kept, and sentences."""
+            file = Path(place) / name
+            if name in (PROGRAM, PICKLE):
+                pickled.write_bytes(_pickled(network.plain))
+                error, notes = tried(PICKLE, pickled, file, fixed=False) if name == PROGRAM else tried(PICKLE, pickled)
+                return file, error, notes
+            text, notes = written(network.plain, network.description, network.inputs, imports=name == "imported.py")
+            file.write_text(text, encoding="utf-8")
+            return file, tried(SOURCE, file)[0], notes
+
+        for name in ("copied.py", "imported.py", PROGRAM, PICKLE):
+            try:
+                file, error, said = attempt(name)
+            except Exception as raised:  # whatever a class of the user's raises when it is looked at
+                error = str(raised) if isinstance(raised, UnwritableError) else repr(raised)
+            if error is None:
+                won = SOURCE if name.endswith(".py") else name
+                (folder / won).write_bytes(file.read_bytes())
+                break
+            failed[name], said = error, []
+        if won != SOURCE:
+            how = HOW_TO_LOAD[won] if won else "esper.load(folder, task=task), from the weights"
+            why = "; ".join(dict.fromkeys(failed.values()))
+            said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
+        for name in [name for name in wanted if name != won]:
+            error, notes = (
+                tried(SOURCE, folder / SOURCE, folder / name)
+                if won == SOURCE
+                else tried(PICKLE, pickled, folder / name)
+            )
+            said += notes if error is None else [f"there is no {name}: {error}."]
+    if missing:
+        said.append(f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them.")
+    return won, said
+
+
+def _without_esper(file: Path, job: dict[str, object]) -> Tried:
+    """Why a job of `checking` failed in a new interpreter, None if it did not; and its sentences."""
+    file.write_bytes(cloudpickle.dumps(job))
+    result = file.with_name("job.result")
+    result.unlink(missing_ok=True)
+    code = (
+        f"import runpy, sys; sys.path[:] = {sys.path!r}; sys.argv[1:] = [{str(file)!r}]; "
+        f"runpy.run_path({checking.__file__!r}, run_name='__main__')"
+    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, timeout=TIMEOUT, check=False,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {TIMEOUT:.0f} seconds", []
+    if not result.exists():
+        return f"its process was killed by signal {-ended}" if ended < 0 else f"its process ended ({ended})", []
+    error, notes = json.loads(result.read_text(encoding="utf-8"))
+    return error, notes
+
+
+@final
+class _Parts:
+    """Pickles as the call that builds the network from its parts, because not every module can be pickled."""
+
+    def __init__(self, *parts: object) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> tuple[Callable[..., GrownModule], tuple[object, ...]]:
+        return rebuilt, self._parts
+
+
+def rebuilt(model: Callable[[], nn.Module], grown: Mapping[str, Grown], weights: Mapping[str, Tensor]) -> GrownModule:
+    """What unpickling gives: the network, in eval mode."""
+    network = model()
+    module = GrownModule(getattr(network, "_orig_mod", network), grown)
+    load_state(module, weights)
+    return module.eval()
+
+
+def _pickled(plain: Plain) -> bytes:
+    grown = {path: plain.module.grown[key] for path, key in zip(plain.seeds, plain.module.grown, strict=True)}
+    weights = {name: value.detach().clone() for name, value in state_of(plain.module).items()}
+    with _by_value():
+        content: bytes = cloudpickle.dumps(_Parts(plain.model, grown, weights))
+    return content
+
+
+@contextmanager
+def _by_value() -> Iterator[None]:
+    """Classes of esper and of the user's own modules are written as code, those of installed packages as names."""
+    names = {name.partition(".")[0] for name in list(sys.modules)} - {"__main__", "__mp_main__"}
+    own = [sys.modules[name] for name in sorted(names) if isinstance(sys.modules.get(name), ModuleType)]
+    own = [module for module in own if not is_installed_module(module)]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 TOKENIZER = "tokenizer.json"
@@ -73,14 +232,13 @@ class GrownNetwork:
     """A network and what is known of it.
 
     Attributes:
-        plain: the network, and what it is built from. host: how it is called for a batch, and what its result means.
+        plain: the network, and what it is built from.
         inputs: how stored examples become inputs, None if they are stored so.
         tokenizer: content of tokenizer.json, where the description names it.
         examples: the data that its figures belong to; None if it was loaded, or if each host has data of its own.
     """
 
     plain: Plain
-    host: Host
     description: Description
     inputs: object = None
     tokenizer: bytes | None = None
@@ -90,6 +248,11 @@ class GrownNetwork:
     def module(self) -> GrownModule:
         """The network in eval mode, on the CPU."""
         return self.plain.module
+
+    @property
+    def host(self) -> Host:
+        """How the network is called for a batch, and what its result means."""
+        return self.plain.host
 
     @classmethod
     def of(
@@ -142,8 +305,7 @@ class GrownNetwork:
             for s in rows
         ]
         example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        network = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
-        of_host, plain_ = network
+        plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
         host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
         tokenizer, content = _tokenizer(dataset)
         description = Description(
@@ -157,7 +319,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops(plain_.module, of_host, example),
+            flops=flops(plain_.module, plain_.host, example),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
@@ -167,14 +329,7 @@ class GrownNetwork:
             origin=origin,
         )
         examples = Examples(dataset, task.objective, task.batch_val) if task.instances is None else None
-        return cls(
-            plain=plain_,
-            host=of_host,
-            description=description,
-            inputs=dataset.inputs,
-            tokenizer=content,
-            examples=examples,
-        )
+        return cls(plain=plain_, description=description, inputs=dataset.inputs, tokenizer=content, examples=examples)
 
     @property
     def summary(self) -> str:
@@ -216,18 +371,18 @@ class GrownNetwork:
         text = self.description.text()
         examples, notes = self._called()
         try:
-            with replacing_folder(folder) as draft:
+            with replacing_folder(folder) as target:
                 state = {name: x.detach().contiguous().clone() for name, x in state_of(self.module).items()}
-                (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
+                (target / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
                 for name, content in {DESCRIPTION: text, **texts}.items():
-                    (draft / name).write_text(content, encoding="utf-8")
+                    (target / name).write_text(content, encoding="utf-8")
                 if self.tokenizer is not None:
-                    (draft / TOKENIZER).write_bytes(self.tokenizer)
+                    (target / TOKENIZER).write_bytes(self.tokenizer)
                 wanted = [f"model.{name}" for name in dict.fromkeys(formats)]
-                file, more = artefacts.write(draft, self.plain, self.description, self.inputs, examples, wanted)
+                file, more = _write_runnable(target, self, examples, wanted)
                 wrong, random = None, list[str]()
                 if file is not None:
-                    loaded = deterministic_build(lambda: checking.load(file, draft, draft / file))
+                    loaded = deterministic_build(lambda: checking.load(file, target, target / file))
                     wrong, random = self._wrong_figure(loaded, examples[0])
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{folder} cannot be written ({error}); name another folder.") from error
@@ -235,16 +390,16 @@ class GrownNetwork:
             remove(left)
         if wrong:
             raise ExportError(f"{folder} is written, but {file} is not the network that was measured: {wrong}.")
-        how = artefacts.HOW_TO_LOAD[file] if file else "not possible"
+        how = HOW_TO_LOAD[file] if file else "not possible"
         return Saved(folder, tuple(sorted(folder.iterdir())), how, (*notes, *more, *random))
 
-    def _called(self) -> tuple[list[artefacts.Example], list[str]]:
+    def _called(self) -> tuple[list[Example], list[str]]:
         """Calls of the network with batches of several sizes, and what it returns; and sizes that it does not take."""
         if self.examples is None:
             batch = self.description.example(_SIZES[0])
         else:
             batch = _prepared(self.examples.dataset, self.examples.dataset.val.x[: _SIZES[0]])
-        found, notes = list[artefacts.Example](), list[str]()
+        found, notes = list[Example](), list[str]()
         for size in _SIZES:
             args, kwargs = self.host.arguments(batch[:size])
             try:
@@ -257,7 +412,7 @@ class GrownNetwork:
             raise ExportError(f"the network cannot be run on examples of its data, so it cannot be saved: {notes[0]}")
         return found, notes
 
-    def _wrong_figure(self, loaded: Any, call: artefacts.Example) -> tuple[str | None, list[str]]:  # noqa: ANN401
+    def _wrong_figure(self, loaded: Any, call: Example) -> tuple[str | None, list[str]]:  # noqa: ANN401
         """The figure of a loaded file that is not that of the description, if one is not; and what was not compared."""
         d, examples, (args, kwargs, expected) = self.description, self.examples, call
         if examples is None or d.val is None:
@@ -273,18 +428,18 @@ class GrownNetwork:
         return None, []
 
 
-def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> tuple[Host, Plain]:
+def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> Plain:
     """A host and its seeds, by slot number, with the weights of a row of an engine."""
     state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
     fill(host, state["host.params"][row], state["host.buffers"][row])
     found = plain(host, tuple(seeds.values()))
     for s, seed in seeds.items():
         at = row * engine.spec.num_slots + s
-        (grown,) = (found.module.grown[slot_key(path)] for path, of in found.seeds.items() if of.seed == seed)
+        (grown,) = (found.module.grown[slot_key(path)] for path, of in found.seeds.items() if of == seed)
         fill(grown.seed, state["seeds.params"][at], state["seeds.buffers"][at])  # type: ignore[arg-type]
         if grown.gate is not None:
             fill(grown.gate, state["gates.params"][at], state["gates.buffers"][at])  # type: ignore[arg-type]
-    return host, found
+    return found
 
 
 @torch.no_grad()
@@ -336,7 +491,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
         raise ExportError(
             f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
         ) from error
-    return GrownNetwork(plain=found, host=host, description=description, inputs=inputs, tokenizer=tokenizer)
+    return GrownNetwork(plain=found, description=description, inputs=inputs, tokenizer=tokenizer)
 
 
 def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
@@ -368,14 +523,14 @@ def flops(module: nn.Module, host: Host, example: Tensor) -> int:
 
 def _host(spec: HostSpec, slots: Collection[str], example: Tensor) -> Host:
     host = deterministic_build(lambda: spec.build(slots, example))
-    assert isinstance(host, Host), f"{type(host).__name__} is no host"
+    assert isinstance(host, Host), f"{type(host).__name__} is not a host"
     return host
 
 
 def _described_host(description: Description, folder: Path) -> Host:
     spec = restored(description.host, "esper.kasmina.hosts")
     if not isinstance(spec, HostSpec):
-        ways = next((f", or load it without esper: {how}" for name, how in artefacts.HOW_TO_LOAD.items()
+        ways = next((f", or load it without esper: {how}" for name, how in HOW_TO_LOAD.items()
                      if (folder / name).exists()), "")  # fmt: skip
         raise ExportError(
             f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; "
@@ -392,7 +547,7 @@ def _weights(path: Path, description: Description) -> dict[str, Tensor]:
                     f"{path} belongs to another network than the {DESCRIPTION} beside it, or one of them was edited; "
                     "restore both from one export."
                 )
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path} is missing or damaged ({error}); export the network again.") from error
 
@@ -406,4 +561,4 @@ def require_free(folder: Path, *, overwrite: bool) -> None:
             f"{folder} exists already; name a new folder, or replace it with {option('overwrite', True)}."
         )
     if not (folder / DESCRIPTION).is_file() or folder.is_symlink():
-        raise ExportError(f"{folder} is no folder of an exported network, so it is not replaced; name a new folder.")
+        raise ExportError(f"{folder} is not a folder of an exported network, so it is not replaced; name a new folder.")

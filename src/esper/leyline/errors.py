@@ -1,7 +1,10 @@
-"""Errors that a user can cause. Each message says what was found, what was expected and how to continue."""
+"""Errors that a user can cause, and the words for a way out: what was found, what was expected, how to continue."""
 
 import difflib
-from collections.abc import Iterable
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class EsperError(Exception):
@@ -61,3 +64,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{hint} names: {', '.join(names)}."
+
+
+_readers = ["python"]
+
+
+@contextmanager
+def read_in_a_shell() -> Iterator[None]:
+    """The messages inside are for a user of the command line."""
+    _readers.append("shell")
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
+def in_shell() -> bool:
+    """Whether the reader uses the command line."""
+    return _readers[-1] == "shell"
+
+
+def option(name: str, value: object = None) -> str:
+    """An argument as the reader gives it: `--rounds 12` in a shell, `rounds=12` in Python; True is a flag."""
+    if in_shell():
+        return f"--{name.replace('_', '-')}" + ("" if value is None or value is True else f" {shlex.quote(str(value))}")
+    return name if value is None else f"{name}={value!r}"
+
+
+def command(verb: str, *arguments: object, plugins: Iterable[str] = ()) -> str:
+    """A command of esper that works when it is pasted; `plugins` are those that it may execute."""
+    here = os.path.join(os.getcwd(), "")
+    named = [plugin.removeprefix(here) for plugin in plugins]
+    return shlex.join(["esper", verb, *map(str, arguments), *(["--plugins", *named] if named else [])])

@@ -54,19 +54,6 @@ def replacing(path: Path) -> Iterator[TextIO]:
     sync(path.parent)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Give `path` this content as a whole; if that fails, nothing has changed. A link is replaced, not followed."""
-    draft = draft_of(path)
-    try:
-        draft.write_bytes(content)
-        sync(draft)
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A folder that replaces `path` when the block ends; if the block raises, nothing has changed.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
 
 
@@ -54,7 +54,7 @@ class GrowthManifest:
         for line in lines:
             if len(line.split()) != 3:
                 raise ConfigError(
-                    f"{line!r} names no seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
+                    f"{line!r} does not name a seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
                 )
         return cls(tuple(GrownSlot(*line.split()) for line in lines))
 
@@ -66,13 +66,13 @@ class GrowthManifest:
             digest = tree["sha256"]
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{json.dumps(tree, default=str)[:80]} is no structure of a host ({error}); use the output of "
-                "`esper evaluate --json`."
+                f"{json.dumps(tree, default=str)[:80]} is not the structure of a host ({error}); use the output of "
+                "`esper evaluate --out`."
             ) from error
         if digest != manifest.sha256:
             raise ConfigError(
                 f"a structure has the sha256 {str(digest)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
-                "changed after it was written; use the original output of `esper evaluate --json`."
+                "changed after it was written; use the original output of `esper evaluate --out`."
             )
         return manifest
 

@@ -4,7 +4,7 @@
     points    the figure of merit: accuracy in percent, or another number on that scale; contributions, gates, rewards
               and the governor use it
 
-Both are sums over what counts (examples, or tokens that are no padding), divided by how many count. So they can be
+Both are sums over what counts (examples, or tokens that are not padding), divided by how many count. So they can be
 added up over batches, and a padded token changes nothing.
 """
 

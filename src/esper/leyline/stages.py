@@ -45,19 +45,6 @@ COOLDOWN = frozenset({_S.PRUNED, _S.EMBARGOED, _S.RESETTING})
 BLENDED = frozenset({_S.BLENDING, _S.HOLDING, _S.FOSSILIZED})
 """Stages in which a seed may be active (alpha may be positive)."""
 
-_NEXT_STAGES = {
-    _S.DORMANT: (_S.GERMINATED,),
-    _S.GERMINATED: (_S.TRAINING, _S.PRUNED),
-    _S.TRAINING: (_S.BLENDING, _S.PRUNED),
-    _S.BLENDING: (_S.HOLDING, _S.PRUNED),
-    _S.HOLDING: (_S.FOSSILIZED, _S.BLENDING, _S.PRUNED),
-    _S.PRUNED: (_S.EMBARGOED,),
-    _S.EMBARGOED: (_S.RESETTING,),
-    _S.RESETTING: (_S.DORMANT,),
-}
-LEGAL_TRANSITIONS = frozenset((before, after) for before, stages in _NEXT_STAGES.items() for after in stages)
-"""All (from, to) pairs of stages that can occur."""
-
 
 class AlphaMode(IntEnum):
     """Direction of the current ramp of alpha."""

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
 from esper.runs.report import device_name, objective_of, shapley_of
-from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.credit import FLAGS
+from esper.simic.rewards.modes import FLAGS
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.anomalies import Trend, of_flags, of_update
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport

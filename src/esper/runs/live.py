@@ -1,11 +1,11 @@
 """The hosts of a run for its live display: keeps little while the run works, and counts only when the page is drawn."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HAS_MODULE, NUM_STAGE_VALUES, SeedStage
 from esper.telemetry.page import HostsShown
 from esper.tolaria.state import StepReport
@@ -43,15 +43,6 @@ class LiveHosts:
     def __init__(self, spec: EngineSpec, terms: Sequence[str]) -> None:
         self._spec, self._terms = spec, tuple(terms)
         self._episode: _Episode | None = None
-
-    def before(self, record: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
-        """A function that adds a report here and then records it."""
-
-        def both(report: StepReport) -> None:
-            self.add(report)
-            record(report)
-
-        return both
 
     def add(self, report: StepReport) -> None:
         """Take the report of a step."""

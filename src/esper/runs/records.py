@@ -1,30 +1,64 @@
-"""Writes step reports to events.jsonl and passes them to listeners, several steps at a time.
+"""Writes step reports: to events.jsonl and listeners several steps at a time, to the run record at the end of a round.
 
-engine --step report--> Records --32 steps, or those of a quarter second--> files, listeners
-                            `----at once----> writer of the run record, which has a thread of its own
+engine --step report--> Records --32 steps, or those of a quarter second--> events.jsonl, listeners
+                            `----a round--> [T, N] arrays ----------------> parts: steps, slots, coalitions
 
 Converting many steps takes numpy about as long as one. The clock decides how many are written at once, but not what is
 written or in which order. With a listener of the user's, every step is written at once.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import final
 
-from esper.leyline.protocols import EngineSpec
+import numpy as np
+
+from esper.leyline.actions import (
+    ALPHA_CURVE_NAMES,
+    ALPHA_SPEED_NAMES,
+    ALPHA_TARGET_NAMES,
+    HEAD_NAMES,
+    RELEVANCE,
+    TEMPO_NAMES,
+    Head,
+    LifecycleOp,
+    Style,
+)
+from esper.leyline.messages import EngineSpec
+from esper.leyline.stages import HAS_MODULE, SeedStage
 from esper.runs import events
 from esper.runs.report import RoundSoFar
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.modes import FLAGS
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.hub import Hub
-from esper.telemetry.record.writer import RecordWriter
+from esper.telemetry.machine import environment, version
+from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
+from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
+from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import StepReport
 
 MOST_STEPS = 32
 LONGEST = 0.25
 """Seconds after which the arrival of a step writes those that wait."""
+_RELEVANT = np.array(RELEVANCE)
+_LIVE = np.isin(np.arange(max(SeedStage) + 1), tuple(HAS_MODULE))
+_STAGES = [SeedStage(v).name if v in set(SeedStage) else "" for v in range(max(SeedStage) + 1)]
+_HEAD_LABELS = {
+    Head.STYLE: [style.name for style in Style],
+    Head.TEMPO: TEMPO_NAMES,
+    Head.ALPHA_TARGET: ALPHA_TARGET_NAMES,
+    Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
+    Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
+}
+
+
+def about_run(spec: EngineSpec, terms: Sequence[str]) -> dict[str, object]:
+    """Versions, machine and names, for about.json; `terms` are the names of the reward terms."""
+    names = {"slots": list(spec.slot_ids), "blueprints": list(spec.blueprint_names), "terms": list(terms)}
+    return {"version": version(), "environment": environment(spec.device), **names}
 
 
 @final
@@ -33,8 +67,8 @@ class Records:
 
     Args:
         directory: receives the lines. listeners: receive each step and each event.
-        spec: of the engine. weights: those of J.
-        clock: monotonic seconds. record: receives each step, if given.
+        spec: of the engine. weights: those of J. terms: names of the reward terms.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -43,10 +77,11 @@ class Records:
         listeners: Hub,
         spec: EngineSpec,
         weights: RewardConfig,
+        terms: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
-        record: RecordWriter[StepReport] | None = None,
     ) -> None:
-        self._record = record
+        self._rows = RecordRows(spec, terms)
+        self._round: list[StepReport] = []
         self._directory, self._listeners, self._spec = directory, listeners, spec
         self._clock = clock
         self._began = clock()
@@ -62,8 +97,7 @@ class Records:
         """Record a step, at the latest with the next `flush`."""
         if self._held and self._held[0].episode != report.episode:
             self.flush()
-        if self._record is not None:
-            self._record.add(report)
+        self._round.append(report)
         now = self._clock()
         self._held.append(report)
         self._times.append(now - self._began)
@@ -85,6 +119,13 @@ class Records:
                 self._listeners.write(str(event["kind"]), event)
             self._listeners.write("step", shown)
 
+    def write_parts(self) -> dict[str, str]:
+        """Write the steps of the round since the last call to the record; returns the SHA-256 of each part by kind."""
+        if not self._round:
+            return {}
+        steps, self._round = self._round, []
+        return self._directory.write_parts(self._rows(steps), steps[0].episode + 1, steps[0].t)
+
     def write_events(self, lines: Iterable[events.Event]) -> None:
         """Record other events, after the steps so far."""
         self.flush()
@@ -92,3 +133,103 @@ class Records:
         self._directory.write_events(found)
         for event in found:
             self._listeners.write(str(event["kind"]), event)
+
+
+@final
+class RecordRows:
+    """Turns the reports of an engine into rows.
+
+    Args:
+        spec: names slots and blueprints. terms: names of the reward terms.
+    """
+
+    def __init__(self, spec: EngineSpec, terms: Sequence[str]) -> None:
+        self._spec, self._terms = spec, tuple(terms)
+
+    def __call__(self, reports: Sequence[StepReport]) -> Iterator[Rows]:
+        """The rows of successive steps, by kind of part."""
+        # the number of coalitions differs in the last step of an episode
+        by_width = [list(group) for _, group in groupby(reports, key=lambda report: report.measured_acc.shape)]
+        yield self._coalitions(by_width)
+        yield self._slots(reports)
+        yield self._steps(reports)
+
+    def _places(self, reports: Sequence[StepReport]) -> dict[str, np.ndarray]:
+        """Round, step and global number of each host, [T, N]."""
+        num_hosts = len(reports[0].reward)
+        hosts = np.arange(num_hosts, dtype=np.int32) + self._spec.host_offset
+        place = np.array([(report.episode + 1, report.t) for report in reports], dtype=np.int32)
+        round_TN, t_TN = (np.repeat(column[:, None], num_hosts, axis=1) for column in place.T)
+        return {"round": round_TN, "t": t_TN, "host": np.repeat(hosts[None], len(reports), axis=0)}
+
+    def _steps(self, reports: Sequence[StepReport]) -> Rows:
+        names = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")
+        panic, action = _stack(reports, "panic_reason"), _stack(reports, "actions")
+        decided = panic == 0
+        op = np.where(decided, action[..., Head.OP], -1).astype(np.int8)
+        host_params = np.maximum(_stack(reports, "host_params"), 1)
+        columns = self._places(reports) | {name: _stack(reports, name) for name in names}
+        columns |= {
+            "growth": 1.0 + np.stack([report.committed_params for report in reports]) / host_params,
+            "total_params": np.stack([report.total_params for report in reports]),
+            "reward": np.where(decided, _stack(reports, "reward"), np.nan),
+            "rollback": (panic - 1).astype(np.int8),
+            "op": op,
+        }
+        for head in (Head.SLOT, Head.BLUEPRINT, *_HEAD_LABELS):
+            read = decided & _RELEVANT[op, head]
+            columns[HEAD_NAMES[head]] = np.where(read, action[..., head], -1).astype(np.int16)
+        columns["success"] = _stack(reports, "effective_op") == action[..., Head.OP]
+        probability = np.where(decided[..., None], _stack(reports, "op_prob"), np.nan)
+        columns |= {f"p_{name.lower()}": probability[..., i] for i, name in enumerate(OP_NAMES)}
+        # a number for each set of heads; NULL for controllers without masks, whose probabilities are NaN
+        masked = decided & np.isfinite(probability[..., LifecycleOp.WAIT])
+        sets, number = np.unique(
+            _stack(reports, "constrained") @ (1 << np.arange(len(HEAD_NAMES))), return_inverse=True
+        )
+        columns["constrained"] = np.where(masked, number.reshape(decided.shape), -1).astype(np.int16)
+        columns["value"] = np.where(decided, _stack(reports, "value"), np.nan)
+        terms, flags = np.where(decided[..., None], _stack(reports, "breakdown"), np.nan), _stack(reports, "flags")
+        columns |= {TERM + name: terms[..., i] for i, name in enumerate(self._terms)}
+        columns |= {FLAG + name: flags[..., i] & decided for i, name in enumerate(FLAGS)}
+        labels = {HEAD_NAMES[head]: names for head, names in _HEAD_LABELS.items()} | {
+            "rollback": [reason.name.lower() for reason in PanicReason if reason],
+            "op": [op.name for op in LifecycleOp],
+            "slot": self._spec.slot_ids,
+            "blueprint": self._spec.blueprint_names,
+            "constrained": [_joined(HEAD_NAMES, int(heads)) for heads in sets],
+        }
+        return Rows("steps", {name: np.ascontiguousarray(x).reshape(-1) for name, x in columns.items()}, labels)
+
+    def _slots(self, reports: Sequence[StepReport]) -> Rows:
+        stage = _stack(reports, "stage")
+        at = np.nonzero(_LIVE[stage])  # step, host, slot
+        columns = {name: place[at[:2]] for name, place in self._places(reports).items()}
+        columns |= {"slot": at[2].astype(np.int16), "stage": stage[at].astype(np.int8)}
+        names = ("serial", "blueprint", "alpha", "contribution", "params")
+        columns |= {name: _stack(reports, name)[at] for name in names}
+        labels = {"slot": self._spec.slot_ids, "stage": _STAGES, "blueprint": self._spec.blueprint_names}
+        return Rows("slots", columns, labels)
+
+    def _coalitions(self, groups: Sequence[Sequence[StepReport]]) -> Rows:
+        pieces: list[dict[str, np.ndarray]] = []
+        weights = 1 << np.arange(self._spec.num_slots, dtype=np.int64)
+        for reports in groups:
+            valid = _stack(reports, "measured_valid") & (_stack(reports, "panic_reason") == 0)[..., None]
+            at = np.nonzero(valid)  # step, host, coalition
+            piece = {name: place[at[:2]] for name, place in self._places(reports).items()}
+            piece["members"] = _stack(reports, "measured_sets")[at] @ weights
+            pieces.append(piece | {"accuracy": _stack(reports, "measured_acc")[at]})
+        columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        found, columns["members"] = np.unique(columns["members"], return_inverse=True)
+        return Rows("coalitions", columns, {"members": [_joined(self._spec.slot_ids, int(number)) for number in found]})
+
+
+def _joined(names: Sequence[str], number: int) -> str:
+    """The names of the bits of a number, separated by +."""
+    return "+".join(name for i, name in enumerate(names) if number >> i & 1)
+
+
+def _stack(reports: Sequence[StepReport], field: str) -> np.ndarray:
+    """A field of all reports, [T, ...]."""
+    return np.stack([getattr(report, field) for report in reports])

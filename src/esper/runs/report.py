@@ -10,11 +10,11 @@ import torch
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import HAS_MODULE, SeedStage
-from esper.runs.config import RunConfig
-from esper.simic.attribution.shapley import shapley_values
-from esper.simic.rewards.config import RewardConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
-from esper.tasks.objectives import perplexity
+from esper.simic.rewards.reward_config import RewardConfig
+from esper.simic.shapley import shapley_values
+from esper.tasks.losses import perplexity
 from esper.tolaria.state import RolloutStats, StepReport
 
 

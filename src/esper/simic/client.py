@@ -1,43 +1,180 @@
-"""The client of the engine that learns: policy and reward in one object.
+"""The clients of an engine: policy and reward in one object, learning (`SimicClient`) or not (`ScriptedClient`).
 
     engine --(Observation)--> act --> store --> ... --> update       policy: features, network, heads, PPO
     engine --(RewardInputs)-> step                                   reward: forwarded to a RewardProtocol
 
-Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width.
+The policy step is one decision of all hosts as a pure function of tensors. The step number is a tensor and the random
+numbers are drawn before, so one compiled graph serves a run.
+
+Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper.leyline.actions import NUM_HEADS
-from esper.leyline.checkpoint_tree import below, check_same_shapes, restored, tensors_by_name, with_prefix
+from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
-from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
+from esper.leyline.messages import (
+    ActResult,
+    EngineSpec,
+    EpisodeReward,
+    Hidden,
+    HostState,
+    KeptNetwork,
+    Observation,
+    PolicyProtocol,
+    RewardInputs,
+    RewardOutput,
+    RewardProtocol,
+    SlotState,
+    StoredStep,
+)
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs, PolicyStep, without
-from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row
-from esper.simic.telemetry.aggregation import Read
-from esper.tamiyo.features import feature_dim, observe
+from esper.leyline.tensor_dataclass import (
+    StateTree,
+    below,
+    blank,
+    check_same_shapes,
+    named_tensors,
+    restored,
+    tensor_dataclass,
+    tensors_by_name,
+    tree_map,
+    with_prefix,
+)
+from esper.simic.agent.advantages import Frozen, normalized
+from esper.simic.agent.ppo import PPOAgent, new_agent, run_ppo_updates
+from esper.simic.agent.ppo_config import PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
+from esper.simic.metrics import Read
+from esper.tamiyo.features import feature_dim, features_of, observe
+from esper.tamiyo.heads import forced, sample_heads
 from esper.tamiyo.network import TamiyoNetwork
+
+
+@tensor_dataclass
+class PolicyInputs:
+    """Inputs of a decision: `t` from 1, one uniform per head; `reset` marks hosts whose recurrent state is zeroed."""
+
+    t: Int[Tensor, ""]
+    slots: SlotState
+    hosts: HostState
+    legal: Bool[Tensor, "N 6 S"]
+    uniforms: Float[Tensor, "N 8"]
+    hidden: Hidden
+    reset: Bool[Tensor, " N"]
+    statistics: Frozen
+
+
+@tensor_dataclass
+class PolicyOutput:
+    """The result for the engine, and two fields for the buffer."""
+
+    act: ActResult
+    blueprint_index: Int[Tensor, "N S"]
+    forced: Bool[Tensor, " N"]
+
+
+def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
+    """The recurrent state, which is finite, with zeros at the marked hosts."""
+    keep_N1 = (~reset).to(torch.float32)[:, None]  # three times as fast as masked_fill
+    return tree_map(lambda x: x * keep_N1, hidden)
+
+
+PolicyFunction = Callable[[PolicyInputs, bool], PolicyOutput]
+"""`PolicyStep` or a compiled form of it; the second argument is `deterministic`."""
+
+
+def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
+    """Inputs of empty slots where only WAIT is legal, to compile with."""
+    sizes, width = {"N": n, "S": slots}, feature_dim(slots)
+    legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
+    legal[:, LifecycleOp.WAIT] = True
+    return PolicyInputs(
+        t=torch.ones((), dtype=torch.int64, device=device),
+        slots=blank(SlotState, sizes, device),
+        hosts=blank(HostState, sizes, device),
+        legal=legal,
+        uniforms=torch.zeros(n, NUM_HEADS, device=device),
+        hidden=network.initial_hidden(n, device),
+        reset=torch.zeros(n, dtype=torch.bool, device=device),
+        statistics=Frozen(shift=torch.zeros(width, device=device), spread=torch.ones(width, device=device)),
+    )
+
+
+@final
+class PolicyStep(nn.Module):
+    """The eager policy step, from which the other forms are made."""
+
+    def __init__(self, network: TamiyoNetwork, selectable: Bool[Tensor, " B"], episode_length: int) -> None:
+        super().__init__()
+        self.network = network
+        self.selectable = selectable
+        self.episode_length = episode_length
+
+    @torch.no_grad()
+    def forward(self, inputs: PolicyInputs, deterministic: bool = False) -> PolicyOutput:
+        """Observe, normalize with frozen statistics, one step of the network, sample all heads; nothing is read."""
+        raw, blueprint_index = features_of(inputs.slots, inputs.hosts, inputs.t, self.episode_length)
+        features = normalized(raw, inputs.statistics)
+        out = self.network.step(features, blueprint_index, without(inputs.reset, inputs.hidden))
+        heads = sample_heads(
+            out.logits, inputs.legal, inputs.slots.has_gate, self.selectable, inputs.uniforms, deterministic
+        )
+        act = ActResult(
+            actions=heads.actions,
+            log_prob=heads.log_prob,
+            op_prob=heads.op_prob,
+            constrained=heads.constrained,
+            value=out.value,
+            hidden=out.hidden,
+            raw_features=raw,
+            features=features,
+        )
+        return PolicyOutput(act=act, blueprint_index=blueprint_index, forced=forced(inputs.legal))
 
 
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
     """Memory of the rollout of one host: the buffer, and the copy that an update works on."""
     shape = (1, steps, feature_dim(num_slots), num_slots, config.hidden_width, config.num_layers)
-    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gamma=config.gamma, gae_lambda=config.gae_lambda).slabs
+    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gae_lambda=config.gae_lambda).slabs
     return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs))
 
 
+class _WithReward:
+    """The reward of a client: every call goes to `reward`."""
+
+    def __init__(self, reward: RewardProtocol[Any]) -> None:
+        self.reward = reward
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the columns of a breakdown."""
+        return self.reward.terms
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
+        """The state of the reward at the start of an episode."""
+        return self.reward.initial_state(n, slots, steps, device)
+
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
+        """Reward one step."""
+        return self.reward.step(inputs, state)
+
+    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
+        """[N]: reward of the last row of a host that is rolled back now."""
+        return self.reward.rollback_reward(state)
+
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
+        """The state of the reward for hosts that are rolled back."""
+        return self.reward.reset_hosts(state, mask)
+
+
 @final
-class SimicClient:
+class SimicClient(_WithReward):
     """Policy and reward behind `ClientProtocol`; owns the network, its optimizer, the buffer and the statistics.
 
     `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
@@ -60,9 +197,8 @@ class SimicClient:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
         _require_fit(network, ppo_config, spec)
-        self.spec, self.config, self.reward = spec, ppo_config, reward
-        self.terms, self.initial_state = reward.terms, reward.initial_state
-        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+        super().__init__(reward)
+        self.spec, self.config = spec, ppo_config
         self.device = torch.device(device)
         self._read = read
         self.agent = new_agent(
@@ -88,7 +224,6 @@ class SimicClient:
             ppo_config.hidden_width,
             ppo_config.num_layers,
             device=self.device,
-            gamma=ppo_config.gamma,
             gae_lambda=ppo_config.gae_lambda,
         )
         self.updates = 0
@@ -109,7 +244,7 @@ class SimicClient:
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
         self._episode, self._hosts = episode, hosts.to(self.device)
         self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
-        self._decision: tuple[int, Decision] | None = None  # of this step, until it is stored
+        self._decision: tuple[int, PolicyOutput] | None = None  # of this step, until it is stored
 
     @property
     def hidden(self) -> Hidden:
@@ -140,7 +275,7 @@ class SimicClient:
         assert self._decision is not None, "act() comes before store()"
         t, decision = self._decision
         assert t == step.t, "store() takes the step that act() just decided"
-        row = Row(
+        row = Transition(
             state=step.act.features,
             raw_state=step.act.raw_features,
             actions=step.act.actions,
@@ -207,7 +342,7 @@ class SimicClient:
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
-        output, state = self.reward.step(inputs, state)
+        output, state = super().step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
             self._others_N = output.total - self._terminal_N
@@ -296,3 +431,51 @@ def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:
     mask = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
     mask[list(spec.selectable)] = True
     return mask
+
+
+@final
+class ScriptedClient(_WithReward):
+    """Any policy and any reward behind `ClientProtocol`; every method is that of one of the two."""
+
+    def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
+        super().__init__(reward)
+        self.policy = policy
+
+    def initial_hidden(self, n: int) -> Hidden:
+        """Zeros, each [L, n, H]."""
+        return self.policy.initial_hidden(n)
+
+    def begin_rollout(self, episode: int, hosts: Tensor) -> None:
+        """Start an episode."""
+        self.policy.begin_rollout(episode, hosts)
+
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        """Choose the actions of a step."""
+        return self.policy.act(obs, deterministic=deterministic)
+
+    def store(self, step: StoredStep) -> None:
+        """Store one step."""
+        self.policy.store(step)
+
+    def bootstrap(self, obs: Observation) -> Tensor:
+        """Value [N] of the state after the last step."""
+        return self.policy.bootstrap(obs)
+
+    def rollback(self, mask: Tensor, reward: Tensor) -> None:
+        """The policy's answer to a rollback."""
+        self.policy.rollback(mask, reward)
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """Nothing: a script has no rollout to correct."""
+
+    def update(self) -> Mapping[str, float]:
+        """The policy's metrics."""
+        return self.policy.update()
+
+    def state_dict(self) -> StateTree:
+        """The policy's state."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.policy.load_state_dict(state)

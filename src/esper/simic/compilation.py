@@ -5,7 +5,7 @@
     "auto"   "on" on CUDA, "off" on the CPU
 
     function      what it is                               compiled in
-    observe       losses judged, measurements to state     `runs/build.py`, `phase_form`
+    observe       losses judged, measurements to state     `runs/assembly/assemble.py`
     policy_step   a decision of all hosts                  `policy_form`
     execute       ops, tick and feedback of all hosts      `phase_form`
     reward        in all modes but `objective`             `compiled_reward`
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.pytree import Form, flatten, unflatten
+from esper.leyline.structure import Form, flatten, unflatten
 
 CompileChoice = Literal["auto", "off", "on"]
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from esper.leyline.actions import TEMPO_NAMES, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.stages import GROWING, AlphaMode, HostFamily, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.schedules import STANDARD

@@ -38,10 +38,17 @@ from esper.leyline.actions import (
 )
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import replacing
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
-from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScheduleTable
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FixedSchedules,
+    FollowRule,
+    Schedule,
+    ScheduleEntry,
+    ScheduleTable,
+    ThresholdRule,
+)
 from esper.tamiyo.scripted import Script, canonical_action
 
 FORMAT = "esper policy 1"
@@ -94,8 +101,8 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
     """The policy of a file, for the engine of `spec`.
 
     Raises:
-        ConfigError: the file cannot be read, is no policy, or names what this run does not have. The message names the
-            file and the field.
+        ConfigError: the file cannot be read, is not a policy, or names what this run does not have. The message names
+            the file and the field.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

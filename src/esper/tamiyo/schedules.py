@@ -13,22 +13,21 @@ Shape legend: N = hosts, K = schedules, R = rows of a schedule (its entries, emp
 ADVANCE rows, and WAIT last).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, groupby, pairwise
 from typing import final
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_TICKS, Head, LifecycleOp, Style
-from esper.leyline.errors import ConfigError
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_NAMES, TEMPO_TICKS, Head, LifecycleOp, Style
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.scripted import canonical_action, canonical_actions
 
 NORM, CONV_LIGHT, MLP_SMALL = 3, 1, 10  # indices in the blueprint head
 FILL_BLUEPRINT = {HostFamily.CNN: CONV_LIGHT, HostFamily.TRANSFORMER: MLP_SMALL}
@@ -196,3 +195,191 @@ class FixedSchedules:
     def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
         """Remove the entry that was executed."""
         return self.table.remember(memory, step)
+
+
+Feature = Callable[[Observation], Tensor]
+
+FEATURES: dict[str, Feature] = {
+    "val_acc": lambda obs: obs.hosts.val_acc,
+    "val_loss": lambda obs: obs.hosts.val_loss,
+    "train_acc": lambda obs: obs.hosts.train_acc,
+    "train_loss": lambda obs: obs.hosts.train_loss,
+    "acc_gap": lambda obs: obs.hosts.train_acc - obs.hosts.val_acc,
+    "loss_gap": lambda obs: obs.hosts.val_loss - obs.hosts.train_loss,
+    "acc_slope": lambda obs: obs.hosts.val_acc - obs.hosts.prev_val_acc,
+    "loss_slope": lambda obs: obs.hosts.val_loss - obs.hosts.prev_val_loss,
+    "best_acc": lambda obs: obs.hosts.best_acc,
+}
+"""Features [N] by name: accuracies in percentage points, losses in the unit of the task, slopes since the step before.
+NaN where a value is not measured: slopes in step 1, training accuracy in tasks without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThresholdRule:
+    """In step `step` follow `below` where the feature is below the threshold, else `above` (also where it is NaN)."""
+
+    feature: str
+    step: int
+    threshold: float
+    below: Schedule
+    above: Schedule
+
+    def check(self, spec: EngineSpec) -> None:
+        """Raise ConfigError for an unknown feature, a step outside the episode, or a schedule that does not fit."""
+        if self.feature not in FEATURES:
+            raise ConfigError(f"the rule reads the unknown feature {self.feature!r}; {nearest(self.feature, FEATURES)}")
+        if not 1 <= self.step <= spec.episode_length:
+            raise ConfigError(
+                f"the rule decides in step {self.step}; it must be one of the steps 1 to {spec.episode_length} of an "
+                "episode."
+            )
+        for schedule in (self.below, self.above):
+            schedule.check(spec)
+
+
+@final
+class FollowRule:
+    """Follows a rule; raises ConfigError if it does not fit the engine.
+
+    The memory's `which` is 0 for hosts that follow `below` and 1 for `above`; it is 1 before the step of the rule.
+    """
+
+    def __init__(self, rule: ThresholdRule, spec: EngineSpec) -> None:
+        rule.check(spec)
+        self.rule = rule
+        self._read = FEATURES[rule.feature]
+        self._table = ScheduleTable([rule.below, rule.above], spec)
+        self._wait = canonical_actions(spec.device)[LifecycleOp.WAIT]
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
+        """Nothing is decided yet."""
+        del episode
+        return self._table.begin(torch.ones_like(hosts))
+
+    def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
+        """WAIT before the step of the rule, then the next action of the schedule."""
+        if obs.t < self.rule.step:
+            return self._wait.expand(obs.num_envs, -1).clone()
+        return self._table.decide(obs, self._decided(obs, memory))
+
+    def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
+        """Keep the schedule that was chosen, and remove the entry that was executed."""
+        if step.t < self.rule.step:
+            return memory
+        return self._table.remember(self._decided(step.obs, memory), step)
+
+    def _decided(self, obs: Observation, memory: Remaining) -> Remaining:
+        if obs.t != self.rule.step:
+            return memory
+        return replace(memory, which=1 - is_below(self._read(obs), self.rule.threshold).to(torch.int64))
+
+
+def is_below(feature: Float[Tensor, " N"], threshold: float) -> Bool[Tensor, " N"]:
+    """Whether each host is below the threshold; False where the feature is NaN. Compared in float64."""
+    return feature.to(torch.float64) < threshold
+
+
+STARTS = (1, 3, 5, 10)
+HOLDS = (0, 5, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Seeds that germinate one after the other and are fossilized; without seeds the schedule waits.
+
+    Attributes:
+        seeds: (slot, blueprint) indices in the order of germination.
+        start: step from which the first seed may germinate. hold: steps between the first legal FOSSILIZE and its own.
+        style, tempo: of all seeds.
+    """
+
+    seeds: tuple[tuple[int, int], ...] = ()
+    start: int = 1
+    hold: int = 0
+    style: Style = Style.SIGMOID_ADD
+    tempo: int = STANDARD
+
+    def schedule(self, spec: EngineSpec) -> Schedule:
+        """The plan as a schedule with a name in words."""
+        entries = [
+            ScheduleEntry(
+                self.start,
+                canonical_action(
+                    LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, style=self.style, tempo=self.tempo
+                ),
+            )
+            for slot, blueprint in self.seeds
+        ]
+        entries += [
+            ScheduleEntry(self._fossilized(place, spec), canonical_action(LifecycleOp.FOSSILIZE, slot=slot))
+            for place, (slot, _) in enumerate(self.seeds)
+        ]
+        return Schedule(id=self.words(spec), version=1, entries=tuple(entries))
+
+    def _fossilized(self, place: int, spec: EngineSpec) -> int:
+        """Step of the FOSSILIZE of the seed number `place`, if seeds germinate one after the other."""
+        germination = self.start + place * (spec.min_training_epochs + 1)
+        return germination + spec.min_training_epochs + TEMPO_TICKS[self.tempo] + 1 + self.hold
+
+    def fits(self, spec: EngineSpec) -> bool:
+        """Whether every seed is fossilized before the last step, if no gate refuses it."""
+        return not self.seeds or self._fossilized(len(self.seeds) - 1, spec) < spec.episode_length
+
+    def delayed(self, step: int) -> "Plan":
+        """The same, not before `step`."""
+        return replace(self, start=max(self.start, step)) if self.seeds else self
+
+    def words(self, spec: EngineSpec) -> str:
+        """The plan in one line."""
+        if not self.seeds:
+            return "wait"
+        seeds = "; ".join(
+            f"{spec.blueprint_names[blueprint]} in {', '.join(spec.slot_ids[slot] for slot, _ in same)}"
+            for blueprint, same in groupby(self.seeds, key=lambda seed: seed[1])
+        )
+        words = [f"{seeds}, from step {self.start}"]
+        if self.hold:
+            words.append(f"held {self.hold} steps")
+        if self.style is not Style.SIGMOID_ADD:
+            words.append(self.style.name)
+        if self.tempo != STANDARD:
+            words.append(TEMPO_NAMES[self.tempo])
+        return ", ".join(words)
+
+
+def grid(spec: EngineSpec) -> list[Plan]:
+    """Waiting, and each blueprint in each slot, each pair of slots and all slots, from each of `STARTS`."""
+    slots = range(spec.num_slots)
+    places = dict.fromkeys([*((slot,) for slot in slots), *combinations(slots, 2), tuple(slots)])
+    plans = [
+        Plan(seeds=tuple((slot, blueprint) for slot in place), start=start)
+        for place in places
+        for blueprint in spec.selectable
+        for start in STARTS
+    ]
+    return [Plan(), *(plan for plan in plans if plan.fits(spec))]
+
+
+def neighbours(plan: Plan, spec: EngineSpec) -> list[Plan]:
+    """All plans that fit and differ from `plan` in one choice."""
+    return [other for other in dict.fromkeys(_changed(plan, spec)) if other != plan and other.fits(spec)]
+
+
+def _changed(plan: Plan, spec: EngineSpec) -> Iterator[Plan]:
+    seeds = plan.seeds
+    for i, (slot, _) in enumerate(seeds):
+        yield from (_with(plan, [*seeds[:i], (slot, blueprint), *seeds[i + 1 :]]) for blueprint in spec.selectable)
+        if len(seeds) > 1:
+            yield _with(plan, [*seeds[:i], *seeds[i + 1 :]])
+    free = [slot for slot in range(spec.num_slots) if slot not in dict(seeds)]
+    yield from (_with(plan, [*seeds, (slot, blueprint)]) for slot in free for blueprint in spec.selectable)
+    if seeds:
+        yield _with(plan, seeds[::-1])
+        yield from (replace(plan, start=start) for start in STARTS)
+        yield from (replace(plan, hold=hold) for hold in HOLDS)
+        yield from (replace(plan, style=style) for style in Style)
+        yield from (replace(plan, tempo=tempo) for tempo in range(len(TEMPO_NAMES)))
+
+
+def _with(plan: Plan, seeds: Sequence[tuple[int, int]]) -> Plan:
+    return replace(plan, seeds=tuple(seeds))

@@ -15,10 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
-from esper.leyline.checkpoint_tree import restored, tensors_by_name
-from esper.leyline.messages import ActResult, Hidden, Observation, StoredStep
-from esper.leyline.protocols import EngineSpec, StateTree
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
+from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
 
 M = TypeVar("M")
 

@@ -8,16 +8,18 @@ Shape legend: N = hosts, n = most examples of a host, C = classes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Annotated, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream, to_uniform, word_rows, words
+from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 
 _TRAIN_ORDER, _NOISE = 1, 2
 """Slots of the stream INSTANCE: which examples a host is given, and which of their labels are wrong."""
@@ -76,25 +78,18 @@ class MixedImages:
     """
 
     num_classes: int
-    classes: tuple[int, ...]
-    fractions: tuple[float, ...] = (1.0,)
-    noises: tuple[float, ...] = (0.0,)
-    lr_factors: tuple[float, ...] = (1.0,)
-    views: int = 1
+    classes: Annotated[tuple[AtLeast2, ...], Field(min_length=1)]
+    fractions: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
+    noises: Annotated[tuple[Decay, ...], Field(min_length=1)] = (0.0,)
+    lr_factors: Annotated[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], Field(min_length=1)] = (1.0,)
+    views: AtLeast1 = 1
 
     def __post_init__(self) -> None:
-        limits = {
-            "classes": (2, self.num_classes),
-            "fractions": (1e-6, 1.0),
-            "noises": (0.0, 1.0 - 1e-6),
-            "lr_factors": (1e-6, 1e6),
-        }
-        for name, (low, high) in limits.items():
-            values = getattr(self, name)
-            if not values or not all(low <= value <= high for value in values):
-                raise ConfigError(f"instances.{name} is {values}; expected at least one number from {low} to {high}.")
-        if self.views < 1:
-            raise ConfigError(f"instances.views is {self.views}; it must be at least 1.")
+        check_fields(self, "instances")
+        if max(self.classes) > self.num_classes:
+            raise ConfigError(
+                f"instances.classes is {self.classes}; each must be at most {self.num_classes}, the number of classes."
+            )
 
     def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> dict[str, Tensor]:
         """`classes`, `fraction`, `noise`, `lr_factor` and `view` (from 0 on) of each host."""

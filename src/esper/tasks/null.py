@@ -13,17 +13,19 @@ Shape legend: N = hosts, S = slots, K = coalitions, B = 13 blueprints, b = those
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream, permutation, to_normal, words
+from esper.leyline.settings import NotNegative, check_fields
 from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -68,6 +70,12 @@ def _by_index(column: str) -> tuple[float, ...]:
     return tuple(values.get(i, 0.0) for i in range(NUM_BUILTIN_BLUEPRINTS))
 
 
+_QUALITY, _HEALTH = _by_index("quality"), _by_index("health")
+_PerBlueprint = Annotated[
+    tuple[float, ...], Field(min_length=NUM_BUILTIN_BLUEPRINTS, max_length=NUM_BUILTIN_BLUEPRINTS)
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class NullSpec:
     """Constants of the script.
@@ -81,31 +89,17 @@ class NullSpec:
     """
 
     interaction: float = 0.0
-    sigma: float = 0.0
+    sigma: NotNegative = 0.0
     host_params: int = 10_000
     max_slots: int = 16
-    quality: tuple[float, ...] = _by_index("quality")
-    health: tuple[float, ...] = _by_index("health")
-    algorithm_factor: tuple[float, ...] = (0.0, 1.0, 0.5, 0.8)
+    quality: _PerBlueprint = _QUALITY
+    health: _PerBlueprint = _HEALTH
+    algorithm_factor: Annotated[tuple[float, ...], Field(min_length=4, max_length=4)] = (0.0, 1.0, 0.5, 0.8)
     faults: tuple[Fault, ...] = ()
     permuted: bool = False
 
     def __post_init__(self) -> None:
-        for name, length in (("quality", NUM_BUILTIN_BLUEPRINTS), ("health", NUM_BUILTIN_BLUEPRINTS),
-                             ("algorithm_factor", 4)):  # fmt: skip
-            if len(getattr(self, name)) != length:
-                raise ConfigError(f"null.{name} has {len(getattr(self, name))} values; it needs {length}.")
-        if self.sigma < 0.0 or not math.isfinite(self.sigma):
-            raise ConfigError(f"null.sigma is {self.sigma}; it must be a finite number, 0 for no noise.")
-
-    def with_quality(self, **quality: float) -> "NullSpec":
-        """Other qualities by blueprint name, e.g. `NullSpec().with_quality(norm=7.0)`."""
-        values = list(self.quality)
-        for name, value in quality.items():
-            if name not in BLUEPRINTS:
-                raise ConfigError(f"the null task has no blueprint {name!r}; {nearest(name, BLUEPRINTS)}")
-            values[BLUEPRINTS[name].index] = value
-        return replace(self, quality=tuple(values))
+        check_fields(self, "null")
 
 
 @tensor_dataclass

@@ -7,12 +7,11 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import Tokenizer, cifar10, digits, fashion_mnist
-from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories
-from esper.tasks.datasets.tokenizers import ByteTokenizer
+from esper.tasks.datasets import Tokenizer, cifar10, fashion_mnist, images
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, ByteTokenizer, Shakespeare, Stories
 from esper.tasks.instances import MixedImages
+from esper.tasks.losses import Classification, NextToken
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
 
 SCHEDULES = Path(__file__).parent / "schedules"
@@ -23,7 +22,7 @@ DIGITS = register_task(
         description="8x8 digits; a host that sees 2x2 pixels at a time, and grown seeds that see their neighbours.",
         family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, unshuffle=2, base=48, blocks=2, kernel=1, pools=1, classes=10),
-        load=digits.load,
+        load=images.load_digits,
         enabled=("r0c0", "r0c1", "r1c0"),
         objective=Classification(10),
         episode_length=30,
@@ -44,29 +43,22 @@ MIXED = MixedImages(
     fractions=(0.15, 0.3),
     noises=(0.0, 0.05),
     lr_factors=(0.8, 1.0),
-    views=len(digits.VIEWS),
+    views=len(images.DIGIT_VIEWS),
 )
 """Few examples, so that a seed where no pattern is to be found learns them by heart, and harms its host."""
 
 MIXED_DIGITS = register_task(
-    TaskSpec(
+    replace(
+        DIGITS,
         name="mixed_digits",
         description="8x8 digits; each host has its own classes, few examples, and a slot where a seed can help.",
-        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, unshuffle=2, base=16, kernel=1, blocks=2, pools=1, classes=10),
-        load=digits.load_views,
+        load=images.load_digit_views,
         enabled=("r0c0", "r0c1"),
-        objective=Classification(10),
-        episode_length=30,
         batch_train=32,
-        batch_val=360,
         batches_per_step=8,
-        optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         instances=MIXED,
         best_schedule=SCHEDULES / "mixed_digits.json",
-        min_training_epochs=3,
-        target_loss=0.1,
-        typical_loss_delta_std=0.1,
     )
 )
 

@@ -4,20 +4,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
-from esper.kasmina.hosts.slots import enabled_points
+from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
+from esper.leyline.settings import AtLeast1, check_fields
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import Dataset, LastBatch
-from esper.tasks.datasets.source import Source
+from esper.tasks.datasets import Dataset, LastBatch, Source
 from esper.tasks.instances import InstanceDistribution
+from esper.tasks.losses import Classification
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification
 
 DatasetLoader = Callable[[Path | None, int], Dataset]
 """(data folder, run seed) -> data set."""
@@ -48,8 +50,8 @@ class TaskSpec:
     description: str
     family: HostFamily
     enabled: tuple[str, ...]
-    episode_length: int
-    min_training_epochs: int
+    episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)]
+    min_training_epochs: AtLeast1
     objective: Objective
     host: HostSpec | None = None
     script: NullSpec | None = None
@@ -57,7 +59,7 @@ class TaskSpec:
     source: Source | None = None
     batch_train: int = 0
     batch_val: int = 0
-    batches_per_step: int | None = None
+    batches_per_step: AtLeast1 | None = None
     last_batch: LastBatch = "merge"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     instances: InstanceDistribution | None = None
@@ -69,35 +71,25 @@ class TaskSpec:
     def __post_init__(self) -> None:
         if (self.host is None) == (self.script is None) or (self.host is None) != (self.load is None):
             raise ConfigError(f"task {self.name!r} needs either a host and a loader, or a script.")
-        least = {"episode_length": 1, "min_training_epochs": 1}
+        check_fields(self, "task")
         if self.host is not None:
-            least |= {"batch_train": 1, "batch_val": 1}
-        if self.batches_per_step is not None:
-            least["batches_per_step"] = 1
-        elif self.instances is not None:
+            for name in ("batch_train", "batch_val"):
+                if getattr(self, name) < 1:
+                    raise ConfigError(f"task.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.instances is not None and self.batches_per_step is None:
             raise ConfigError(
                 f"the hosts of task {self.name!r} have training splits of different sizes; set batches_per_step."
             )
-        for setting, smallest in least.items():
-            if getattr(self, setting) < smallest:
-                raise ConfigError(f"task.{setting} is {getattr(self, setting)}; it must be at least {smallest}.")
-        if self.episode_length > MAX_EPISODE_LENGTH:
-            raise ConfigError(f"task.episode_length is {self.episode_length}; it can be at most {MAX_EPISODE_LENGTH}.")
-        self._check_outputs()
+        if isinstance(self.host, CNNHostSpec) and isinstance(self.objective, Classification):
+            logits, classes = self.host.classes, self.objective.num_classes
+            if logits != classes:  # of other pairs when the engine is built
+                raise ConfigError(
+                    f"the host of task {self.name!r} has {logits} logits but the task has {classes} classes; make "
+                    "them equal."
+                )
         if self.enabled != (ordered := self.in_action_order(self.enabled)):
             raise ConfigError(
                 f"slots {', '.join(self.enabled)} are not in action order; list them as {', '.join(ordered)}."
-            )
-
-    def _check_outputs(self) -> None:
-        """Of the built-in pair; others are tried when the engine is built."""
-        if not isinstance(self.host, CNNHostSpec) or not isinstance(self.objective, Classification):
-            return
-        logits, classes = self.host.classes, self.objective.num_classes
-        if logits != classes:
-            raise ConfigError(
-                f"the host of task {self.name!r} has {logits} logits but the task has {classes} classes; make them "
-                "equal."
             )
 
     @property

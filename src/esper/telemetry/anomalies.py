@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from esper.leyline.actions import HEADS
@@ -184,8 +186,8 @@ def _broken(kind: str, value: float) -> Iterator[Alarm]:
 
 # From a record --------------------------------------------------------------------------------------------------------
 
-Finding = tuple[int, int | None, Alarm]
-"""Round, host (None: all), and what was found."""
+Measure = tuple[str, int, float]
+"""Kind, round, and the number that is compared with the threshold."""
 
 
 def find(query: Query, run: str) -> list[dict[str, Any]]:
@@ -194,15 +196,24 @@ def find(query: Query, run: str) -> list[dict[str, Any]]:
     rounds = query("SELECT round, objective, memory_peak FROM rounds WHERE run = ? ORDER BY round", [run])
     limits = query("SELECT config->>'$.ppo.max_grad_norm' AS most FROM runs WHERE run = ?", [run])
     most = float(limits[0]["most"] or "nan") if limits else math.nan
-    found: list[Finding] = [(u["round"], None, alarm) for u in updates for alarm in of_update(_numbers(u))]
-    found += always_clipped(updates, most)
-    found += value_collapse(updates)
-    found += lstm_saturated(updates)
-    found += trend(rounds)
-    found += memory_grows(rounds)
-    found += policy_waits(query(_WAITS, [run]))
-    found += rollbacks(query("SELECT round, host, rollbacks, shaped_return FROM episodes WHERE run = ?", [run]))
-    for name in _flags(query):
+    waits = query(_WAITS, [run])
+    episodes = query("SELECT round, host, rollbacks, shaped_return FROM episodes WHERE run = ? ORDER BY round", [run])
+    found: list[tuple[int, int | None, Alarm]] = [
+        (row["round"], None, alarm)
+        for row in updates
+        for alarm in of_update({name: value for name, value in row.items() if isinstance(value, float)})
+    ]
+    measures = (*_of_updates(updates, most), *_of_rounds(rounds, waits), *_of_rollbacks(episodes))
+    found += [(number, None, alarm) for kind, number, value in measures for alarm in _broken(kind, value)]
+    objective = [_number(row["objective"]) for row in rounds]
+    for end in range(2 * WINDOW, len(rounds) + 1, WINDOW):
+        found += [
+            (rounds[end - 1]["round"], None, alarm)
+            for alarm in of_trend(end, objective[:end])
+            if alarm.name != "objective_rises"
+        ]
+    columns = (row["column_name"] for row in query("DESCRIBE steps", ()))
+    for name in [column for column in columns if column.startswith("flag_")]:
         marked = query(f'SELECT round, host, count(*) AS n FROM steps WHERE run = ? AND "{name}" GROUP BY ALL', [run])
         found += [(m["round"], m["host"], a) for m in marked for a in of_flags({name.removeprefix("flag_"): m["n"]})]
     return [_row(*finding) for finding in sorted(found, key=lambda f: (f[0], -1 if f[1] is None else f[1]))]
@@ -212,10 +223,6 @@ _WAITS = """
 SELECT round, avg(p_wait) AS p_wait FROM decisions WHERE run = ? AND p_wait < 1 GROUP BY round ORDER BY round
 """
 """Where waiting is the only legal operation its probability is exactly 1."""
-
-
-def _flags(query: Query) -> list[str]:
-    return [row["column_name"] for row in query("DESCRIBE steps", ()) if row["column_name"].startswith("flag_")]
 
 
 def in_words(row: Row) -> str:
@@ -232,10 +239,6 @@ def _row(round_: int, host: int | None, alarm: Alarm) -> dict[str, Any]:
     return place | {"kind": alarm.name, "value": alarm.value, "threshold": alarm.threshold} | texts
 
 
-def _numbers(row: Row) -> dict[str, float]:
-    return {name: value for name, value in row.items() if isinstance(value, float)}
-
-
 def _windows(rows: Sequence[Row], *names: str) -> Iterator[tuple[int, list[Row]]]:
     """Every tenth round, and the ten rows up to it, if all have these numbers."""
     for end in range(WINDOW, len(rows) + 1, WINDOW):
@@ -244,67 +247,34 @@ def _windows(rows: Sequence[Row], *names: str) -> Iterator[tuple[int, list[Row]]
             yield window[-1]["round"], window
 
 
-def always_clipped(updates: Sequence[Row], limit: float) -> Iterator[Finding]:
-    """The smallest gradient norm of ten updates, in units of the norm that gradients are clipped to."""
-    for round_, window in _windows(updates, "grad_norm"):
-        for alarm in _broken("gradient_always_clipped", min(row["grad_norm"] for row in window) / limit):
-            yield round_, None, alarm
-
-
-def value_collapse(updates: Sequence[Row]) -> Iterator[Finding]:
-    """The largest standard deviation of the values of ten rounds, in units of that of the returns."""
-    for round_, window in _windows(updates, "value_std", "return_std"):
+def _of_updates(updates: Sequence[Row], limit: float) -> Iterator[Measure]:
+    """What ten updates have in common; `limit` is the norm that gradients are clipped to."""
+    for number, window in _windows(updates, "grad_norm"):
+        yield "gradient_always_clipped", number, min(row["grad_norm"] for row in window) / limit
+    for number, window in _windows(updates, "value_std", "return_std"):
         shares = [row["value_std"] / row["return_std"] for row in window if row["return_std"] > 0.0]
-        for alarm in _broken("value_collapse", max(shares, default=math.nan)):
-            yield round_, None, alarm
+        yield "value_collapse", number, max(shares, default=math.nan)
+    for row in updates:  # the root mean square of the recurrent output, which is at most 1
+        yield "lstm_saturated", row["round"], _number(row.get("hidden_rms"))
 
 
-def lstm_saturated(updates: Sequence[Row]) -> Iterator[Finding]:
-    """The root mean square of the recurrent output, which is at most 1."""
-    for row in updates:
-        for alarm in _broken("lstm_saturated", _number(row.get("hidden_rms"))):
-            yield row["round"], None, alarm
-
-
-def policy_waits(rounds: Sequence[Row]) -> Iterator[Finding]:
-    """The mean probability of WAIT in ten rounds, where another operation was legal."""
-    for round_, window in _windows(rounds, "p_wait"):
-        for alarm in _broken("policy_waits", statistics.fmean(row["p_wait"] for row in window)):
-            yield round_, None, alarm
-
-
-def trend(rounds: Sequence[Row]) -> Iterator[Finding]:
-    """The change of 100·J, without rises."""
-    objective = [_number(row["objective"]) for row in rounds]
-    for end in range(2 * WINDOW, len(rounds) + 1, WINDOW):
-        for alarm in of_trend(end, objective[:end]):
-            if alarm.name != "objective_rises":
-                yield rounds[end - 1]["round"], None, alarm
-
-
-def memory_grows(rounds: Sequence[Row]) -> Iterator[Finding]:
-    """The last memory peak against that of an early round, if there are rounds enough."""
+def _of_rounds(rounds: Sequence[Row], waits: Sequence[Row]) -> Iterator[Measure]:
+    """The mean probability of WAIT in ten rounds, and the last memory peak against that of an early round."""
+    for number, window in _windows(waits, "p_wait"):
+        yield "policy_waits", number, statistics.fmean(row["p_wait"] for row in window)
     peaks = [(row["round"], float(row["memory_peak"])) for row in rounds if row["memory_peak"]]
     if len(peaks) >= 2 * WARM_UP:
-        last, peak = peaks[-1]
-        for alarm in _broken("memory_grows", peak / peaks[WARM_UP - 1][1]):
-            yield last, None, alarm
+        yield "memory_grows", peaks[-1][0], peaks[-1][1] / peaks[WARM_UP - 1][1]
 
 
-def rollbacks(episodes: Sequence[Row]) -> Iterator[Finding]:
+def _of_rollbacks(episodes: Sequence[Row]) -> Iterator[Measure]:
     """The share of hosts with rollbacks, and the share of the variance of the return that is between the two groups."""
-    by_round: dict[int, list[Row]] = {}
-    for row in episodes:
-        by_round.setdefault(row["round"], []).append(row)
-    for round_, hosts in sorted(by_round.items()):
-        with_one = [bool(row["rollbacks"]) for row in hosts]
-        if not any(with_one):
-            continue
-        for alarm in _broken("rollbacks", sum(with_one) / len(hosts)):
-            yield round_, None, alarm
-        share = share_between(with_one, [_number(row["shaped_return"]) for row in hosts])
-        for alarm in _broken("rollbacks_dominate_return", share):
-            yield round_, None, alarm
+    for number, group in groupby(episodes, key=itemgetter("round")):
+        hosts = list(group)
+        marked = [bool(row["rollbacks"]) for row in hosts]
+        yield "rollbacks", number, sum(marked) / len(hosts)
+        returns = [_number(row["shaped_return"]) for row in hosts]
+        yield "rollbacks_dominate_return", number, share_between(marked, returns)
 
 
 def share_between(marked: Sequence[bool], values: Sequence[float]) -> float:
@@ -313,8 +283,7 @@ def share_between(marked: Sequence[bool], values: Sequence[float]) -> float:
     `p (1 - p) (difference of the means)² / variance`, p the share of the marked.
     """
     groups = [[v for v, m in zip(values, marked, strict=True) if m is which] for which in (True, False)]
-    variance = statistics.pvariance(values)
-    if not all(len(group) > 1 for group in groups) or variance == 0.0:
+    if not all(len(group) > 1 for group in groups) or (variance := statistics.pvariance(values)) == 0.0:
         return math.nan
     share = len(groups[0]) / len(values)
     return share * (1 - share) * (statistics.fmean(groups[0]) - statistics.fmean(groups[1])) ** 2 / variance
@@ -347,15 +316,10 @@ class Trend:
     def after(self, objective: float) -> tuple["Trend", bool]:
         """The trend after another round, and whether the mean of the last ten is a new best."""
         recent = (*self.recent, objective)[-2 * WINDOW :]
-        mean = _mean(recent[-WINDOW:])
+        mean = sum(recent[-WINDOW:]) / WINDOW if len(recent) >= WINDOW else None
         better = mean is not None and (self.best is None or mean > self.best)
         return Trend(self.rounds + 1, recent, mean if better else self.best), better
 
     def alarms(self) -> Iterator[Alarm]:
         """Every ten rounds: J rose or fell by more than two points, or changed by at most half a point."""
         return of_trend(self.rounds, self.recent)
-
-
-def _mean(rounds: tuple[float, ...]) -> float | None:
-    """Mean of ten rounds; None if there are fewer."""
-    return sum(rounds) / WINDOW if len(rounds) == WINDOW else None

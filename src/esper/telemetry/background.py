@@ -15,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import final
 
-from esper.leyline.protocols import ClosingSink, Sink
+from esper.leyline.messages import ClosingSink, Sink
 
 CAPACITY = 256
 """Records that may wait."""

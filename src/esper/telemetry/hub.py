@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import final
 
 from esper.leyline.errors import RegistryError
-from esper.leyline.protocols import Sink
+from esper.leyline.messages import Sink
 from esper.telemetry.background import BackgroundSink, failure
 from esper.telemetry.sinks import SINKS
 

@@ -1,11 +1,12 @@
 """The run directory: the files of a run.
 
 config.toml     the complete configuration, which reproduces the run
+about.json      format of the run, versions, machine, names, time of the start
 metrics.jsonl   one line per round
 events.jsonl    one line per event of the run, a host or a seed
-record/         one row per step and host, seed and coalition, as Parquet; see record/parts.py
+record/         one row per step and host, seed and coalition, as Parquet; see record/writer.py
 summary.json    results; written when the run is complete
-checkpoints/    see runs/checkpoint.py
+checkpoints/    see runs/training/checkpoint.py
 importance.json what the controller looks at; written by `esper report`
 
 A directory is created atomically and locked by the process that writes to it. Record files that are links are refused,
@@ -17,23 +18,31 @@ import math
 import os
 import shutil
 import stat
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TextIO, TypeVar, final
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, final
 
 import tomli_w
 
-from esper.leyline.errors import RunDirectoryError
+from esper.leyline.errors import RunDirectoryError, command, in_shell, option
 from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
-from esper.leyline.wording import command, in_shell, option
-from esper.telemetry.record.parts import RECORD
+from esper.telemetry.record.schema import STORED
+from esper.telemetry.record.writer import Rows, number_of, part_of, quoted, write_part
 
-CONFIG, METRICS, EVENTS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
+if TYPE_CHECKING:
+    import duckdb
+
+FORMAT = 7
+"""Of all files of a run, also its checkpoints and its record; raised when this version cannot read an older run."""
+CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, CHECKPOINTS, IMPORTANCE = (
     "config.toml",
+    "about.json",
     "metrics.jsonl",
     "events.jsonl",
+    "record",
     "summary.json",
     "checkpoints",
     "importance.json",
@@ -41,8 +50,6 @@ CONFIG, METRICS, EVENTS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
 _RECORD_FILES = (METRICS, EVENTS)
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _JSON_SCALARS = frozenset({str, int, bool, type(None)})
 
@@ -74,6 +81,8 @@ class RunDirectory:
     def __init__(self, path: Path, names: Iterable[str]) -> None:
         self.path, self._folder = path, path.stat()
         self._files: dict[str, TextIO] = {}
+        self._unsynced: set[Path] = set()
+        self._database: duckdb.DuckDBPyConnection | None = None
         for name in names:
             self._open(name)
 
@@ -91,8 +100,8 @@ class RunDirectory:
             ) from error
 
     @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
-        """Create the directory `path` with config.toml.
+    def create(cls, path: Path, config: Mapping[str, Any], about: Mapping[str, object] | None = None) -> "RunDirectory":
+        """Create the directory `path` with config.toml, and about.json with what is given.
 
         Raises:
             RunDirectoryError: `path` exists, or cannot be created.
@@ -100,9 +109,12 @@ class RunDirectory:
         require_free(path)
         draft = draft_of(path)
         try:
-            draft.mkdir(parents=True)
+            (draft / RECORD).mkdir(parents=True)
             (draft / CONFIG).write_text(tomli_w.dumps(config), encoding="utf-8")
-            for written in (draft / CONFIG, draft):
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            text = json.dumps({"format": FORMAT, "started": now, **(about or {})}, indent=1)
+            (draft / ABOUT).write_text(text, encoding="utf-8")
+            for written in (draft / CONFIG, draft / ABOUT, draft / RECORD, draft):
                 sync(written)
             draft.rename(path)
             sync(path.parent)
@@ -124,15 +136,20 @@ class RunDirectory:
         there = [name for name in _RECORD_FILES if (path / name).exists()]
         return _translated(path, cls, path, there)
 
-    def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any]) -> None:
-        """Truncate the record files to their length at a checkpoint, and replace config.toml.
+    def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any], rounds: int = 0) -> None:
+        """Cut the record files to their length at a checkpoint, and replace config.toml.
 
         Args:
             cursor: length in bytes of each record file at the checkpoint.
             config: the new configuration.
+            rounds: how many rounds had begun; the parts of later ones are deleted.
         """
 
         def truncate() -> None:
+            record = self.path / RECORD
+            record.mkdir(exist_ok=True)
+            for part in filter(lambda part: number_of(part) > rounds or is_draft(part), list(record.iterdir())):
+                remove(part)
             for name in _RECORD_FILES:
                 if name not in self._files:
                     self._open(name)
@@ -151,6 +168,22 @@ class RunDirectory:
         self._write(METRICS, [line])
         for file in self._files.values():
             _translated(self.path, file.flush)
+
+    def write_parts(self, kinds: Iterable[Rows], number: int, first: int) -> dict[str, str]:
+        """Write the rows of round `number` from step `first` on; returns the SHA-256 of each part by its kind."""
+        import duckdb  # takes a tenth of a second
+
+        self._require_there()
+        folder = self.path / RECORD
+        self._unsynced |= {part_of(folder, kind, number) for kind in STORED}
+        self._database = self._database or duckdb.connect(":memory:", config={"threads": 1})
+        try:
+            return {
+                rows.kind: _translated(self.path, write_part, folder, rows, number, first, self._database)
+                for rows in kinds
+            }
+        except duckdb.Error as error:
+            raise _not_written(self.path, str(error).partition("\n")[0]) from error
 
     def write_events(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Write lines of events.jsonl."""
@@ -176,6 +209,9 @@ class RunDirectory:
             for file in self._files.values():
                 file.flush()
                 sync_file(file.fileno())
+            for part in (*self._unsynced, self.path / RECORD):
+                sync(part)
+            self._unsynced.clear()
             return {name: file.tell() for name, file in self._files.items()}
 
         return _translated(self.path, lengths)
@@ -240,10 +276,45 @@ def is_run(path: Path) -> bool:
 
 
 def require_run(path: Path) -> None:
-    """Raise RunDirectoryError unless `path` holds a run."""
+    """Raise RunDirectoryError unless `path` holds a run that this version can read."""
     if not (path / CONFIG).is_file():
         found = "has no config.toml" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
+    about = about_of(path)
+    if (number := about.get("format")) != FORMAT:
+        written = f"was written in format {number} by esper {about.get('version')}" if number else f"has no {ABOUT}"
+        again = command("train", "--config", path / CONFIG, "--out", "NEW", plugins=plugins_of(path))
+        raise RunDirectoryError(
+            f"{path} {written}, but this version reads runs of format {FORMAT}; open it with the version that wrote "
+            f"it, or train again: {again}."
+        )
+
+
+def about_of(path: Path) -> dict[str, Any]:
+    """about.json of a run; {} if it is missing or damaged."""
+    try:
+        found = json.loads((path / ABOUT).read_text(encoding="utf-8")) if stat.S_ISREG(mode_of(path / ABOUT)) else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def require_begun_round(path: Path, rounds: int, step: int) -> None:
+    """Raise RunDirectoryError unless the record has the first steps of the round after `rounds`."""
+    import duckdb
+
+    for part in (part_of(path / RECORD, kind, rounds + 1) for kind in STORED):
+        try:
+            with duckdb.connect(":memory:", config={"threads": 1}) as database:
+                (last,) = database.execute(f"SELECT max(t) FROM read_parquet({quoted(part)})").fetchall()[0]
+            why = f"ends with step {last}" if part.name.startswith("steps") and last < step else ""
+        except (duckdb.Error, TypeError):
+            why = "cannot be read" if mode_of(part) else "is missing"
+        if why:
+            raise RunDirectoryError(
+                f"{part}, which held the first {step} steps of round {rounds + 1}, {why}; restore it from a backup, or "
+                f"delete the newest file in {path / CHECKPOINTS} to continue from the one before."
+            )
 
 
 def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
@@ -275,7 +346,7 @@ def require_nothing_to_lose(path: Path) -> None:
     if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
         raise RunDirectoryError(
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
-            f"{command('train', '--config', path / CONFIG, '--run-dir', 'NEW', plugins=plugins_of(path))}."
+            f"{command('train', '--config', path / CONFIG, '--out', 'NEW', plugins=plugins_of(path))}."
         )
 
 
@@ -294,7 +365,10 @@ def _translated(path: Path, act: Callable[P, T], *args: P.args, **kwargs: P.kwar
     try:
         return act(*args, **kwargs)
     except OSError as error:
-        raise RunDirectoryError(
-            f"the run directory {path} cannot be written ({error.strerror or error}); fix that, then continue with "
-            f"{continuing(path)}."
-        ) from error
+        raise _not_written(path, error.strerror or str(error)) from error
+
+
+def _not_written(path: Path, why: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"the run directory {path} cannot be written ({why}); fix that, then continue with {continuing(path)}."
+    )

@@ -47,7 +47,6 @@ class SharedBatchIterator:
         split: "train", "val" or "test".
         run_seed: key of the training order.
         device: device of the batches.
-        run_finished: must be True for the test split, which must not influence a run.
         batches_per_step: of training; None for the whole split. last_batch: of training on the whole split.
 
     Attributes:
@@ -58,7 +57,7 @@ class SharedBatchIterator:
         chosen: the examples of each host, None where all hosts have the same.
 
     Raises:
-        ConfigError: a batch size below 1, no batch of training, or the test split before the end.
+        ConfigError: a batch size below 1, or no batch of training.
         DataError: the split is empty.
     """
 
@@ -71,14 +70,11 @@ class SharedBatchIterator:
         run_seed: int,
         device: torch.device,
         *,
-        run_finished: bool = False,
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
-        if split == "test" and not run_finished:
-            raise ConfigError("the test split may be read at the end of a run only; use the validation split before.")
         self.data = dataset.split(split).to(device)
         if len(self.data) == 0:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")

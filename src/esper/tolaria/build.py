@@ -10,18 +10,16 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
-from esper.leyline.protocols import EngineSpec, host_numbers
+from esper.leyline.messages import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import chosen_amp
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig, chosen_amp
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds
-from esper.tolaria.executors.sharded.worker import ShardRunner, shard_of
+from esper.tolaria.executors.sharded import ShardedExecutor, ShardRunner, bounds, shard_of
 from esper.tolaria.phases import PhaseForm, eager
 
 

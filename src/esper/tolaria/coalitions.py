@@ -1,4 +1,4 @@
-"""Coalitions: the sets of active seeds that are evaluated each step, and the contributions that follow from them.
+"""Coalitions: the sets of active seeds that are measured each step, the contributions that follow, and shared prefixes.
 
     L  active seeds (alpha > 0)             P  players: seeds of L that are evaluated (fossils only as an option)
     R  background, L without P              f  accuracy of the network with a set of seeds on, in percentage points
@@ -18,12 +18,33 @@ Equal sets are evaluated once. One host with players in slots 0 and 2 of 3, with
     set              {0,2}  {2}         {0}         {}        {0}        {2}        {0,2}      {}
     coalition k      0      1           2           3         2          1          0          3
 
+The tables write sets by *rank*, the place of a slot among the players (or members) of its host, so that one table
+serves every host; rank S is a slot that is neither.
+
+Coalitions that agree on the first slots share the computation up to there (`plan_prefixes`): the network runs on
+distinct states. The children of a state at a slot are the state itself (slot off) and the state with the seed's output
+added (slot on); the seed runs once per parent that has an `on` child.
+
+    coalitions   {0,1}  {1}  {0}  {}          execution order 0, 1
+
+    before slot 0      x                      1 state
+    slot 0             x ───────── x+0        off (0,)    on (0,)      seed 0 runs once, not twice
+    slot 1             x   x+0   x+1  x+0+1   off (0, 1)  on (0, 1)    seed 1 runs twice
+    states of the coalitions                  (3, 2, 1, 0)
+
+Where the input of a slot is used again later (a residual connection around the slot), rows may not be added or moved:
+then each distinct coalition is a state from the start and keeps its place (`shared` False).
+
 N = hosts, S = slots, M = names, K = distinct coalitions, J = subsets.
 """
 
+import itertools
+from dataclasses import dataclass
 from functools import lru_cache
+from math import comb
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -31,7 +52,126 @@ from torch import Tensor
 
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
-from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
+
+_BITS_PER_WORD = 52
+"""Slots that one float64 encodes exactly; larger sets take several words."""
+
+
+class Rules(NamedTuple):
+    """The options of the enumeration; `shapley_limit` None: no subsets."""
+
+    interaction_limit: int
+    fossils_as_players: bool
+    shapley_limit: int | None
+
+
+def most_coalitions(num_slots: int, rules: Rules) -> int:
+    """K: the most distinct sets of any host with S slots."""
+
+    def most(n: int) -> int:
+        if rules.shapley_limit is not None and n <= rules.shapley_limit:
+            return 1 << n
+        asked = 1 + n + 1 + rules.fossils_as_players
+        if 2 <= n <= rules.interaction_limit:
+            asked += n + comb(n, 2)
+        return min(asked, 1 << n)
+
+    return max(most(n) for n in range(num_slots + 1))
+
+
+_Row = tuple[frozenset[int], int, int]
+"""One named set: the ranks that are on, and the least and the greatest number of players that evaluate it."""
+
+
+@tensor_dataclass
+class Table:
+    """Named sets by rank: set m contains rank r if `on[r, m]`, and p players evaluate it if `asked[p, m]`."""
+
+    on: Tensor
+    asked: Tensor
+
+
+@tensor_dataclass
+class Layout:
+    """The numbering of names for S slots, in evaluation order.
+
+        main | without 0 .. S-1 | all-off | single 0 .. | pair 0,1 .. | committed | subset 0 .. J-1
+
+    `leave_one_out[r]`, `single[r]`, `pair[r, q]` are the columns of the sets of rank r; one past the last name: none.
+    """
+
+    players: Table
+    subsets: Table
+    leave_one_out: Tensor
+    single: Tensor
+    pair: Tensor
+    all_off: int
+    committed: int
+
+
+@lru_cache(maxsize=64)
+def layout_of(num_slots: int, rules: Rules, device: torch.device) -> Layout:
+    """The layout for S slots, cached."""
+    few = range(min(rules.interaction_limit, num_slots) if rules.interaction_limit >= 2 else 0)
+    players, subsets = _player_rows(num_slots, few, rules.interaction_limit), _subset_rows(num_slots, rules)
+    none = len(players) + 1 + len(subsets)
+    first_single = num_slots + 2
+    pair = torch.full((num_slots + 1, num_slots + 1), none)
+    for number, (r, q) in enumerate(itertools.combinations(few, 2), first_single + len(few)):
+        pair[r, q] = pair[q, r] = number
+    return Layout(
+        players=_table(players, num_slots, device),
+        subsets=_table(subsets, num_slots, device),
+        leave_one_out=torch.tensor([*range(1, num_slots + 1), none], device=device),
+        single=torch.tensor([first_single + r if r in few else none for r in range(num_slots + 1)], device=device),
+        pair=pair.to(device),
+        all_off=num_slots + 1,
+        committed=len(players),
+    )
+
+
+def _player_rows(num_slots: int, few: range, interaction_limit: int) -> list[_Row]:
+    everyone = frozenset(range(num_slots))
+    return [
+        (everyone, 0, num_slots),
+        *((everyone - {r}, r + 1, num_slots) for r in range(num_slots)),
+        (frozenset(), 1, num_slots),
+        *((frozenset({r}), max(2, r + 1), interaction_limit) for r in few),
+        *((frozenset(pair), max(pair) + 1, interaction_limit) for pair in itertools.combinations(few, 2)),
+    ]
+
+
+def _subset_rows(num_slots: int, rules: Rules) -> list[_Row]:
+    if rules.shapley_limit is None:
+        return []
+    bits = range(min(rules.shapley_limit, num_slots))
+    subsets = (frozenset(r for r in bits if j >> r & 1) for j in range(2 ** len(bits)))
+    return [(on, max(on, default=-1) + 1, rules.shapley_limit) for on in subsets]
+
+
+def _table(rows: list[_Row], num_slots: int, device: torch.device) -> Table:
+    counts = range(num_slots + 1)  # also ranks; rank `num_slots` is in no set
+    return Table(
+        on=torch.tensor([[r in on for on, _, _ in rows] for r in counts], dtype=torch.bool, device=device),
+        asked=torch.tensor(
+            [[low <= n <= high for _, low, high in rows] for n in counts], dtype=torch.bool, device=device
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def word_weights(num_slots: int, device: torch.device) -> Tensor:
+    """`[S, W]`: what slot s adds to word w of a set's code."""
+    weights = torch.zeros(num_slots, -(-num_slots // _BITS_PER_WORD), dtype=torch.float64)
+    for s in range(num_slots):
+        weights[s, s // _BITS_PER_WORD] = 2.0 ** (s % _BITS_PER_WORD)
+    return weights.to(device)
+
+
+@lru_cache(maxsize=64)
+def numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1."""
+    return torch.arange(count, device=device)
 
 
 @tensor_dataclass
@@ -215,3 +355,83 @@ def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor
         column_NM[:, layout.committed + 1 : -1],
     )
     return Coalitions(sets=sets_NKS, valid=valid_NK, names=torch.cat(names, dim=1))
+
+
+@dataclass(frozen=True)
+class PrefixStep:
+    """One slot: the new states are `cat(x[off], x[on] + seed(x[on]))`; without sharing they keep their places.
+
+    `off` and `on` are ascending numbers of the `num_parents` states before the slot.
+    """
+
+    slot: int
+    num_parents: int
+    off: tuple[int, ...]
+    on: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """The steps of one host in execution order, without slots that are off in every coalition.
+
+    `state_of_coalition[k]` is the number of the final state that is coalition k.
+    """
+
+    steps: tuple[PrefixStep, ...]
+    state_of_coalition: tuple[int, ...]
+    num_states: int
+    shared: bool = True
+
+    @property
+    def num_first(self) -> int:
+        """States before the first slot."""
+        return 1 if self.shared else self.num_states
+
+
+def plan_prefixes(
+    sets: Bool[np.ndarray, "K S"], execution_order: tuple[int, ...], *, shared: bool = True
+) -> PrefixPlan:
+    """The plan with the fewest states for the coalitions of one host (valid rows only; equal rows are allowed).
+
+    Args:
+        sets: which slots are on in each coalition.
+        execution_order: the slots in the order in which the network passes them; must name each slot that is on.
+        shared: whether states may be added and moved at a slot.
+    """
+    return _plan(sets.tobytes(), sets.shape, execution_order, shared)
+
+
+@lru_cache(maxsize=4096)
+def _plan(packed: bytes, shape: tuple[int, int], execution_order: tuple[int, ...], shared: bool) -> PrefixPlan:
+    rows = np.frombuffer(packed, dtype=np.bool_).reshape(shape).tolist()
+    named = set(execution_order)
+    missing = {slot for row in rows for slot, is_on in enumerate(row) if is_on} - named
+    assert not missing, f"slots {sorted(missing)} are on but the execution order {execution_order} does not pass them"
+    if not shared:
+        return _separate(rows, execution_order)
+    state_of_row = [0] * len(rows)
+    num_states, steps = 1, []
+    for slot in execution_order:
+        parents_on = sorted({state for state, row in zip(state_of_row, rows, strict=True) if row[slot]})
+        if not parents_on:
+            continue
+        parents_off = sorted({state for state, row in zip(state_of_row, rows, strict=True) if not row[slot]})
+        steps.append(PrefixStep(slot=slot, num_parents=num_states, off=tuple(parents_off), on=tuple(parents_on)))
+        child = {(parent, False): number for number, parent in enumerate(parents_off)}
+        child |= {(parent, True): number for number, parent in enumerate(parents_on, len(parents_off))}
+        state_of_row = [child[state, row[slot]] for state, row in zip(state_of_row, rows, strict=True)]
+        num_states = len(child)
+    return PrefixPlan(steps=tuple(steps), state_of_coalition=tuple(state_of_row), num_states=num_states)
+
+
+def _separate(rows: list[list[bool]], execution_order: tuple[int, ...]) -> PrefixPlan:
+    """The plan without sharing: one state per distinct coalition."""
+    distinct = sorted({tuple(row) for row in rows})
+    states = range(len(distinct))
+    steps = tuple(
+        PrefixStep(slot=slot, num_parents=len(distinct), off=tuple(i for i in states if not distinct[i][slot]), on=on)
+        for slot in execution_order
+        if (on := tuple(i for i in states if distinct[i][slot]))
+    )
+    of_rows = tuple(distinct.index(tuple(row)) for row in rows)
+    return PrefixPlan(steps=steps, state_of_coalition=of_rows, num_states=len(distinct), shared=False)

@@ -9,29 +9,38 @@ All work is masked over hosts; this file has no loop over hosts.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as data_replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.planting import planted
-from esper.kasmina.rules.rollback import memory_of
+from esper.kasmina.rules.lifecycle import memory_of, planted
 from esper.kasmina.rules.slot_fields import require_known_stages
-from esper.leyline.checkpoint_tree import below, restored, rows_of, tensors_by_name, with_prefix
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import GrowthManifest, planting_of
-from esper.leyline.messages import KeptNetwork
-from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
+from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import replace
-from esper.tolaria import governor, phases, reading
+from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
+from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.phases import ControlPlane, PhaseForm, eager
-from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far
-from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
+from esper.tolaria.phases import PhaseForm, eager
+from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far, start_read
+from esper.tolaria.state import (
+    ParallelEnvState,
+    RolloutCost,
+    RolloutStats,
+    StepReport,
+    decision_of,
+    initial_state,
+    rollout_stats,
+    step_report,
+    structure_now,
+    structure_read,
+)
 
 StepListener = Callable[[StepReport], None]
 Properties = Callable[[int], Mapping[str, np.ndarray]]
@@ -45,8 +54,8 @@ class VectorizedEngine:
         config: number of hosts, episode length, rules.
         executor: runs the hosts.
         spec: the description of this engine for controllers.
-        on_step: called with the report of each step in order, when `apply_structure` has read it. Its exceptions are
-            raised after the structure was applied, so that the engine can continue.
+        on_step: the first of `listeners`, which get the report of each step in order, when `apply_structure` has read
+            it. Their exceptions are raised after the structure was applied, so that the engine can continue.
         form: eager or compiled phases, see `phases`.
         properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
@@ -62,7 +71,8 @@ class VectorizedEngine:
         properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
-        self.on_step, self._properties = on_step, properties
+        self.listeners: list[StepListener] = [] if on_step is None else [on_step]
+        self._properties = properties
         self.planted: Sequence[GrowthManifest] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
@@ -72,7 +82,9 @@ class VectorizedEngine:
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
         self._pending: PendingRead | None = None
-        self._plane = ControlPlane(config, executor.costs, form)
+        self._observe = form(partial(phases.observe, config=config))
+        self._execute = form(partial(phases.execute, costs=executor.costs, config=config))
+        self._end_step = form(partial(phases.end_step, config=config))
         self._warmed_up = form is eager
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
@@ -101,7 +113,7 @@ class VectorizedEngine:
         if not self._warmed_up:
             fresh = self._fresh(None)
             several = [self._enumerate(fresh, t) for t in (1, self.spec.episode_length)]
-            self._plane.warm_up(fresh, several, num_terms)
+            phases.warm_up(self._observe, self._execute, self._end_step, fresh, several, num_terms)
             self._warmed_up = True
 
     def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- the client's own reward state
@@ -121,7 +133,7 @@ class VectorizedEngine:
         slots, hosts = planted(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
         self._coalitions = self._enumerate(self._state, 1)
-        now = reading.structure_now(0, self._state, self._coalitions)
+        now = structure_now(0, self._state, self._coalitions)
         all_hosts = np.ones(self.spec.num_envs, dtype=np.bool_)
         self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=all_hosts))
 
@@ -143,7 +155,7 @@ class VectorizedEngine:
         client.finish(final)
         seconds, reads = time.perf_counter() - began, reads_so_far() - reads
         cost = RolloutCost(seconds=seconds, steps=steps, env_steps=steps * self.spec.num_envs, reads=reads)
-        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
 
     def train(
         self,
@@ -186,7 +198,7 @@ class VectorizedEngine:
         with self.timer.span("observe"):
             penalty = client.rollback_reward(state.reward)
             before = replace(state, reward=None)
-            observed, measured = self._plane.observe(before, trained, validated, coalitions, penalty, now)
+            observed, measured = self._observe(before, trained, validated, coalitions, penalty, now)
             verdict = observed.verdict
             client.rollback(verdict.governor.panic, penalty)
             self._subset_acc = measured.subset_acc
@@ -194,17 +206,17 @@ class VectorizedEngine:
         with self.timer.span("decide"):
             act = client.act(obs)
         with self.timer.span("execute"):
-            executed = self._plane.execute(observed, act.actions, now)
+            executed = self._execute(observed, act.actions, now)
         with self.timer.span("reward"):
             reward, carried = phases.reward_and_store(
                 client, state.reward, obs, act, verdict.healthy, measured, executed, config
             )
         with self.timer.span("end_step"):
-            ended = self._plane.end_step(verdict, executed, reading.decision_of(act), reward, now)
-        outputs = reading.with_coalitions(ended.outputs, coalitions, validated.accuracy)
-        self._state = replace(ended.state, reward=carried)
+            state, outputs = self._end_step(verdict, executed, decision_of(act), reward, now)
+        self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        self._pending = reading.start(outputs, self._coalitions)
+        measured_sets = (coalitions.sets, coalitions.valid, validated.accuracy)
+        self._pending = start_read(*outputs, *measured_sets, self._coalitions.sets, self._coalitions.valid)
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, apply its structure to the parameters, and report the step."""
@@ -212,15 +224,17 @@ class VectorizedEngine:
             return
         arrays, self._pending = self._pending.wait(), None
         with self.timer.span("apply_structure"):
-            self.executor.apply_structure(reading.structure(self.t, arrays))
-        if self.on_step is not None:
-            self.on_step(reading.step_report(self.episode, self.t, arrays))
+            self.executor.apply_structure(structure_read(self.t, arrays))
+        if self.listeners:
+            report = step_report(self.episode, self.t, arrays)
+            for listen in self.listeners:
+                listen(report)
 
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""
         cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
         final = self.kept_network()
-        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
 
     def _instance(self) -> Mapping[str, np.ndarray]:
         """What is recorded of the hosts' instances in this episode."""
@@ -241,7 +255,16 @@ class VectorizedEngine:
         )
 
     def test(self) -> Tensor:
-        """Test accuracy [N] (pp) of the final network of each host; for the end of a run."""
+        """Test accuracy [N] (pp) of the final network of each host.
+
+        Raises:
+            ConfigError: the episode is not over; the test split must not influence it.
+        """
+        if self.t < self.spec.episode_length:
+            raise ConfigError(
+                f"the test split was asked for after step {self.t} of {self.spec.episode_length}; it may be read after "
+                "the last step of an episode only. Use the validation split before."
+            )
         self.apply_structure()
         return self.executor.committed("test", self.state.slots).accuracy[:, 0]
 
@@ -295,4 +318,4 @@ class VectorizedEngine:
         require_known_stages(self._state.slots)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
-        self.executor.apply_structure(reading.structure_now(t, self._state, self._coalitions))
+        self.executor.apply_structure(structure_now(t, self._state, self._coalitions))

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast1, Positive, check_fields
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 
@@ -49,25 +50,19 @@ class GovernorConfig:
         snapshot_every: steps between two snapshots of a healthy host.
     """
 
-    guess: float = math.log(10.0)
+    guess: Positive = math.log(10.0)  # noqa: RUF009 -- a number
     window: int = 20
-    min_history: int = 10
-    max_strikes: int = 3
-    guess_factor: float = 5.0
-    std_factor: float = 6.0
-    mean_factor: float = 3.0
-    learned_share: float = 0.6
-    guess_band: float = 0.065
-    snapshot_every: int = 5
+    min_history: AtLeast1 = 10
+    max_strikes: AtLeast1 = 3
+    guess_factor: Positive = 5.0
+    std_factor: Positive = 6.0
+    mean_factor: Positive = 3.0
+    learned_share: Positive = 0.6
+    guess_band: Positive = 0.065
+    snapshot_every: AtLeast1 = 5
 
     def __post_init__(self) -> None:
-        for name in ("guess", "guess_factor", "std_factor", "mean_factor", "learned_share", "guess_band"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
-                raise ConfigError(f"governor.{name} is {value}; it must be a finite number above 0.")
-        for name in ("max_strikes", "snapshot_every", "min_history"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"governor.{name} is {getattr(self, name)}; it must be at least 1.")
+        check_fields(self, "governor")
         if self.window < self.min_history:
             raise ConfigError(
                 f"governor.window is {self.window} but governor.min_history is {self.min_history}; "

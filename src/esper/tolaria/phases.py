@@ -7,12 +7,11 @@
     end_step   tally, snapshots, outputs for the host
 
 All work is masked over hosts, and parameters follow later, in `apply_structure`. The three functions are pure and take
-whatever changes from step to step as a tensor, so that each can be compiled as a whole (`ControlPlane`).
+whatever changes from step to step as a tensor, so that each can be compiled as a whole.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,19 +19,25 @@ from torch import Tensor
 
 from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.guards import legal_ops
-from esper.kasmina.rules.ingest import ingest
-from esper.kasmina.rules.rollback import remember, rollback
+from esper.kasmina.rules.lifecycle import remember, rollback
+from esper.kasmina.rules.slot_fields import ingest
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StoredStep
-from esper.leyline.protocols import ClientProtocol
+from esper.leyline.messages import (
+    ActResult,
+    ClientProtocol,
+    Measurements,
+    Observation,
+    RewardInputs,
+    RewardOutput,
+    StoredStep,
+)
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
-from esper.tolaria import governor, reading
+from esper.tolaria import governor
 from esper.tolaria.coalitions import Coalitions, derive
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.reading import Decision
-from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
+from esper.tolaria.state import Decision, ParallelEnvState, count_rollback, count_step, step_outputs
 
 
 @tensor_dataclass
@@ -69,34 +74,6 @@ class ExecuteOutput:
     effective_op: Int[Tensor, " N"]
 
 
-@tensor_dataclass
-class EndStepOutput:
-    """The state after the step, what is snapshotted, and the tensors of `reading.step_outputs`.
-
-    `snapshot` are whole hosts; `keep` are new fossils of hosts with strikes, added to the older snapshot alone.
-    """
-
-    state: ParallelEnvState
-    snapshot: Bool[Tensor, " N"]
-    keep: Bool[Tensor, "N S"]
-    outputs: tuple[Tensor, ...]
-
-
-def measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coalitions) -> Measurements:
-    """The measurements of both passes."""
-    return Measurements(
-        train_acc=trained.acc,
-        train_loss=trained.loss,
-        val_loss=validated.loss,
-        grad_norm=trained.grad_norm,
-        grad_health=trained.grad_health,
-        grad_vanishing=trained.grad_vanishing,
-        grad_exploding=trained.grad_exploding,
-        grad_ratio=trained.grad_ratio,
-        **vars(derive(coalitions, validated.accuracy)),
-    )
-
-
 def observe(
     state: ParallelEnvState,
     trained: TrainPass,
@@ -115,7 +92,17 @@ def observe(
     guards, judged = governor.check(state.governor, validated.loss, config.governor)
     panic, healthy = judged.panic, ~judged.panic
     slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
-    measured = measurements(trained, validated, coalitions)
+    measured = Measurements(
+        train_acc=trained.acc,
+        train_loss=trained.loss,
+        val_loss=validated.loss,
+        grad_norm=trained.grad_norm,
+        grad_health=trained.grad_health,
+        grad_vanishing=trained.grad_vanishing,
+        grad_exploding=trained.grad_exploding,
+        grad_ratio=trained.grad_ratio,
+        **vars(derive(coalitions, validated.accuracy)),
+    )
     slots, hosts = ingest(slots, hosts, measured, t, healthy)
     state = replace(
         state,
@@ -207,8 +194,11 @@ def end_step(
     t: Int[Tensor, ""],
     *,
     config: EngineConfig,
-) -> EndStepOutput:
-    """Count the step, choose the snapshots, and gather the outputs for the host."""
+) -> tuple[ParallelEnvState, tuple[Tensor, ...]]:
+    """Count the step, choose the snapshots, and gather the outputs for the host.
+
+    A snapshot is of a whole host; `keep` adds new fossils of hosts with strikes to the older snapshot alone.
+    """
     fossilized = executed.ops.fossilized
     snapshot, patch = governor.snapshots_due(
         executed.state.governor, verdict.healthy, t, fossilized.any(dim=1), config.governor
@@ -219,20 +209,20 @@ def end_step(
         memory=remember(executed.state.memory, executed.state.slots, snapshot[:, None] | keep),
         tally=count_step(executed.state.tally, decision.actions, executed.effective_op, reward, verdict.healthy),
     )
-    finished = reading.FinishedStep(
-        state=state,
+    outputs = step_outputs(
+        state,
+        decision,
+        reward,
+        executed.ops,
+        executed.ticks,
+        verdict.governor,
         num_coalitions=verdict.num_coalitions,
-        decision=decision,
-        reward=reward,
-        ops=executed.ops,
-        ticks=executed.ticks,
         effective_op=executed.effective_op,
-        verdict=verdict.governor,
         rolled_back=verdict.rolled_back,
         snapshot=snapshot,
         keep=keep,
     )
-    return EndStepOutput(state=state, snapshot=snapshot, keep=keep, outputs=reading.step_outputs(finished))
+    return state, outputs
 
 
 PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -244,29 +234,27 @@ def eager(phase: Callable[..., Any]) -> Callable[..., Any]:
     return phase
 
 
-@final
-class ControlPlane:
-    """The phases with the configuration of an engine, all in one form."""
+def warm_up(
+    observe: Callable[..., tuple[ObserveOutput, Measurements]],
+    execute: Callable[..., ExecuteOutput],
+    end_step: Callable[..., object],
+    state: ParallelEnvState,
+    coalitions: Iterable[Coalitions],
+    num_terms: int,
+) -> None:
+    """Call each phase on blank inputs, once for each shape of `coalitions`, so that all is compiled before a step.
 
-    def __init__(self, config: EngineConfig, costs: lifecycle.SeedCosts, form: PhaseForm = eager) -> None:
-        self.observe: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(observe, config=config))
-        self.execute: Callable[..., ExecuteOutput] = form(partial(execute, costs=costs, config=config))
-        self.end_step: Callable[..., EndStepOutput] = form(partial(end_step, config=config))
+    `state` is any state of the engine without the reward's own; the reward has `num_terms`.
 
-    def warm_up(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
-        """Call each phase on blank inputs, once for each shape of `coalitions`, so that all is compiled before a step.
-
-        `state` is any state of the engine without the reward's own; the reward has `num_terms`.
-
-        Raises:
-            ConfigError: a phase cannot be compiled.
-        """
-        device, (n, slots) = state.slots.stage.device, state.slots.stage.shape
-        sizes, t = {"N": n, "S": slots, "M": num_terms}, torch.ones((), dtype=torch.int64, device=device)
-        trained, penalty = blank(TrainPass, sizes, device), torch.zeros(n, device=device)
-        for some in coalitions:
-            validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
-            observed, _ = self.observe(state, trained, validated, some, penalty, t)
-        decision = blank(Decision, sizes, device)
-        executed = self.execute(observed, decision.actions, t)
-        self.end_step(observed.verdict, executed, decision, blank(RewardOutput, sizes, device), t)
+    Raises:
+        ConfigError: a phase cannot be compiled.
+    """
+    device, (n, slots) = state.slots.stage.device, state.slots.stage.shape
+    sizes, t = {"N": n, "S": slots, "M": num_terms}, torch.ones((), dtype=torch.int64, device=device)
+    trained, penalty = blank(TrainPass, sizes, device), torch.zeros(n, device=device)
+    for some in coalitions:
+        validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
+        observed, _ = observe(state, trained, validated, some, penalty, t)
+    decision = blank(Decision, sizes, device)
+    executed = execute(observed, decision.actions, t)
+    end_step(observed.verdict, executed, decision, blank(RewardOutput, sizes, device), t)

@@ -7,8 +7,10 @@ A *host read* makes Python wait for the contents of a tensor. Intended ones pass
     arrays    views of those bytes, in the order of the tensors
 """
 
+import ctypes
 import math
 import re
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -37,7 +39,7 @@ def note_reads(number: int) -> None:
     _reads += number
 
 
-class _Piece(NamedTuple):
+class _Place(NamedTuple):
     """The place of one tensor in the row of bytes."""
 
     begin: int
@@ -53,71 +55,60 @@ def _numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=256)
-def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
-    """The packing order of tensors of these dtypes and shapes, and the piece of each."""
+def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], tuple[_Place, ...]]:
+    """The packing order of tensors of these dtypes and shapes, and the place of each."""
     order = tuple(sorted(range(len(forms)), key=lambda i: (-forms[i][0].itemsize, str(forms[i][0]))))
-    pieces: dict[int, _Piece] = {}
+    places: dict[int, _Place] = {}
     begin = 0
     for i in order:
         dtype, shape = forms[i]
         end = begin + math.prod(shape) * dtype.itemsize
-        pieces[i] = _Piece(begin, end, _numpy_type(dtype), shape)
+        places[i] = _Place(begin, end, _numpy_type(dtype), shape)
         begin = end
-    return order, tuple(pieces[i] for i in range(len(forms)))
-
-
-@final
-class Packed:
-    """A copy of tensors of one device, as one row of bytes on that device."""
-
-    @torch.no_grad()
-    def __init__(self, *tensors: Tensor) -> None:
-        devices = {t.device for t in tensors}
-        assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
-        order, self._pieces = _packing(*((t.dtype, t.shape) for t in tensors))
-        by_type = [
-            torch.cat([tensor.reshape(-1) for tensor in group])
-            for _, group in groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
-        ]
-        # bool needs no view: `cat` promotes it to uint8, which are the same bytes
-        self.bytes = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
-
-    def unpack(self, packed: np.ndarray) -> Arrays:
-        """Views of the packed bytes on the host, one per tensor in the order they were given."""
-        return tuple(packed[p.begin : p.end].view(p.dtype).reshape(p.shape) for p in self._pieces)
+    return order, tuple(places[i] for i in range(len(forms)))
 
 
 @final
 class PendingRead:
     """A read in flight; the device keeps working until `wait`."""
 
-    def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, packed: Packed) -> None:
-        self._buffer, self._copied, self._packed = buffer, copied, packed
+    def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, places: tuple[_Place, ...]) -> None:
+        self._buffer, self._copied, self._places = buffer, copied, places
 
     def wait(self) -> Arrays:
-        """The values at the start of the read, in the order of the tensors."""
+        """The values at the start of the read, in the order of the tensors: views of the bytes that were read."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._packed.unpack(self._buffer.numpy())
+        read = self._buffer.numpy()
+        return tuple(read[p.begin : p.end].view(p.dtype).reshape(p.shape) for p in self._places)
 
 
+@torch.no_grad()
 def start_read(*tensors: Tensor) -> PendingRead:
     """Begin to copy tensors of one device to the host as one transfer; counts as one read.
 
     Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`. On the
     device "meta", where tensors have no values, all are 0.
     """
-    packed = Packed(*tensors)
+    devices = {t.device for t in tensors}
+    assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
     note_reads(1)
-    if packed.bytes.is_meta:  # a dry run, in which nothing is computed
-        return PendingRead(torch.zeros(packed.bytes.shape, dtype=torch.uint8), None, packed)
-    if packed.bytes.device.type != "cuda":
-        return PendingRead(packed.bytes.cpu(), None, packed)
-    pinned = torch.empty(packed.bytes.shape, dtype=torch.uint8, pin_memory=True)
-    pinned.copy_(packed.bytes, non_blocking=True)
+    order, places = _packing(*((t.dtype, t.shape) for t in tensors))
+    by_type = [
+        torch.cat([tensor.reshape(-1) for tensor in group])
+        for _, group in groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
+    ]
+    # bool needs no view: `cat` promotes it to uint8, which are the same bytes
+    row = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
+    if row.is_meta:  # a dry run, in which nothing is computed
+        return PendingRead(torch.zeros(row.shape, dtype=torch.uint8), None, places)
+    if row.device.type != "cuda":
+        return PendingRead(row.cpu(), None, places)
+    pinned = torch.empty(row.shape, dtype=torch.uint8, pin_memory=True)
+    pinned.copy_(row, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(packed.bytes.device))
-    return PendingRead(pinned, copied, packed)
+    copied.record(torch.cuda.current_stream(row.device))
+    return PendingRead(pinned, copied, places)
 
 
 def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:
@@ -211,3 +202,24 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError(f"device is {name!r} but this machine has cuda:0 to cuda:{count - 1}; use one of these.")
     return torch.device("cuda", index)
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+"""Parameters of mallopt(3)."""
+_NEVER = 2**31 - 1
+_PAD = 2**26
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the rest of the process; returns False without glibc.
+
+    It returns large freed blocks to the kernel, so each step would fault in fresh pages; a run allocates the same sizes
+    again and again.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD))
+    return all(libc.mallopt(parameter, value) == 1 for parameter, value in settings)

@@ -11,7 +11,6 @@ from torch import nn
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters import initialization
-from esper.kasmina.parameters.flat_layout import parameter_layout
 from esper.kasmina.parameters.initialization import (
     InitTable,
     build_twice,
@@ -20,7 +19,8 @@ from esper.kasmina.parameters.initialization import (
     fresh_rows,
     init_table,
 )
-from esper.kasmina.parameters.kinds import seed_kind
+from esper.kasmina.parameters.layout import parameter_layout
+from esper.kasmina.parameters.population import seed_kind
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
 from esper.leyline.stages import HostFamily
@@ -58,7 +58,7 @@ def host_like_kind(build):
     return seed_kind(blueprint, 2, (3, 2), torch.device("cpu"))
 
 
-BIRTH = {"out.weight": 0.0, "other": 0.25}
+GIVEN = {"out.weight": 0.0, "other": 0.25}
 INTERVALS = {  # centre and half the width
     "conv.weight": (0, 1 / 6), "conv.bias": (0, 1 / 6), "depthwise.weight": (0, 1 / 3), "linear.weight": (0, 1 / 3),
     "linear.bias": (0, 1 / 3), "out.bias": (0, 1 / math.sqrt(5)), "attention.in_proj_weight": (0, 0.5),
@@ -75,7 +75,7 @@ REBUILT = {"halved.weight", "table.weight"}
 
 def mixed_table() -> tuple[nn.Module, InitTable]:
     module = deterministic_build(Mixed)
-    return module, init_table(build_twice(Mixed), parameter_layout(module), BIRTH)
+    return module, init_table(build_twice(Mixed), parameter_layout(module), GIVEN)
 
 
 def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_set():
@@ -200,7 +200,7 @@ def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
 
 def test_a_birth_name_that_does_not_exist_is_refused():
     builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError, match=r"birth names '0.wieght'.*did you mean '0.weight'"):
+    with pytest.raises(ConfigError, match=r"init names '0.wieght'.*did you mean '0.weight'"):
         init_table(builds, parameter_layout(builds.module), {"0.wieght": 0.0})
 
 
@@ -231,8 +231,8 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_rare_branch_of_a_constructor_is_taken_by_the_hosts_that_draw_it(draw):
     kind = host_like_kind(lambda: Rare(draw))
-    assert kind.start.rebuilt
-    assert kind.start.table.rebuilt[:4].all()
+    assert kind.rebuilt
+    assert kind.table.rebuilt[:4].all()
     params, _ = kind.rebuild(list(range(100)))
     silent = int((params[:, :4] == 0.0).all(dim=1).sum())
     assert 25 <= silent <= 55  # 40 are expected, with a standard deviation of 4.9

@@ -27,7 +27,7 @@ def draw(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed))
 
 
-def torch_twin(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool) -> torch.optim.Optimizer:
+def torch_optimizer(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool) -> torch.optim.Optimizer:
     """torch's own optimizer of one row; the first 20 elements stand for a matrix."""
     matrix, rest = nn.Parameter(row[:20].clone()), nn.Parameter(row[20:].clone())
     if spec.kind == "sgd":
@@ -39,7 +39,7 @@ def torch_twin(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool)
     return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps)
 
 
-def step_twin(reference: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
+def step_of_torch(reference: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
     matrix, rest = (p for group in reference.param_groups for p in group["params"])
     matrix.grad, rest.grad = gradient[:20].clone(), gradient[20:].clone()
     reference.step()
@@ -51,12 +51,12 @@ def step_twin(reference: torch.optim.Optimizer, gradient: torch.Tensor) -> torch
 def test_rows_move_as_under_the_optimizer_of_torch(kind, decayed):
     spec = OptimizerSpec(kind=kind)
     params = draw(0)
-    references = [torch_twin(spec, row, 0.02, decayed) for row in params]
+    references = [torch_optimizer(spec, row, 0.02, decayed) for row in params]
     state = init_state(spec, params)
     mask = host_decay_mask(spec, MATRIX) if decayed else None
     for step in range(STEPS):
         gradient = draw(step + 1) * 10.0 ** (step % 3 - 1)
-        expected = torch.stack([step_twin(t, g) for t, g in zip(references, gradient, strict=True)])
+        expected = torch.stack([step_of_torch(t, g) for t, g in zip(references, gradient, strict=True)])
         step_rows(spec, params, gradient.clone(), state, 0.02, mask)
         torch.testing.assert_close(params, expected, atol=1e-6, rtol=1e-6)
 

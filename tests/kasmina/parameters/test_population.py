@@ -10,6 +10,8 @@ from torch import nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.population import FlatParameters
 from esper.leyline.errors import CheckpointError
 from esper.leyline.random import Stream, to_uniform, words
 from esper.leyline.stages import HostFamily, SeedStage
@@ -51,7 +53,7 @@ def test_the_weights_of_a_host_are_the_draws_of_its_own_number_and_episode(hosts
     length = kind.template.parameters.total
     drawn = words(5, Stream.HOST_INIT, torch.tensor([[2]]), episode=EPISODE, block=torch.arange(-(-length // 4))[None])
     u = to_uniform(drawn.reshape(-1)[:length])
-    assert torch.equal(hosts.host.params[2], kind.start.table.centre + kind.start.table.spread * (2.0 * u - 1.0))
+    assert torch.equal(hosts.host.params[2], kind.table.centre + kind.table.spread * (2.0 * u - 1.0))
     assert not torch.equal(hosts.host.params[0], hosts.host.params[1])
     before = hosts.host.params.clone()
     hosts.reset(EPISODE + 1)
@@ -79,7 +81,7 @@ def test_a_seed_depends_on_its_host_slot_and_step_alone(hosts, blueprint):
     born(hosts, [(1, 1)], blueprint, gated=True)
     alone = (hosts.seeds.params[1 * S + 1].clone(), hosts.gates.params[1 * S + 1].clone())
     hosts.reset(EPISODE)
-    # the same birth among others: other hosts, other slots, other blueprints, another order of births
+    # the same seed among others: other hosts, other slots, other blueprints, another order
     born(hosts, [(2, 0), (0, 2)], NORM, gated=True)
     born(hosts, [(0, 1), (1, 1), (2, 1), (1, 0)], blueprint, gated=True)
     assert torch.equal(hosts.seeds.params[1 * S + 1], alone[0])
@@ -102,7 +104,7 @@ def test_a_gate_shares_no_numbers_with_its_seed(hosts):
     kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
     uniforms = []
     for kind, slab in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
-        row, bound = slab.params[0, : kind.template.parameters.total], kind.start.table.spread
+        row, bound = slab.params[0, : kind.template.parameters.total], kind.table.spread
         uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
     of_seed, of_gate = uniforms
     assert len(of_gate) > 40
@@ -234,7 +236,7 @@ class _Shift(nn.Module):
 class _ShiftBlueprint(AbstractBlueprint):
     name = "test_shift"
     family = HostFamily.CNN
-    birth = MappingProxyType({"scale": 0.0})
+    init = MappingProxyType({"scale": 0.0})
 
     def build(self, channels: int) -> nn.Module:
         return _Shift(channels)
@@ -255,7 +257,7 @@ def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
     born(hosts, [(1, 0)], shift)
     layout = hosts.seed_kinds[4, shift].template.parameters
     grown = layout.unpack(hosts.seeds.params[S, : layout.total])
-    assert grown["scale"].tolist() == [0.0] * 4  # as `birth` says
+    assert grown["scale"].tolist() == [0.0] * 4  # as `init` says
     assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
     hosts.release(mask(2, (1, 0)))
     assert not hosts.seeds.params.any()
@@ -270,3 +272,91 @@ def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
     assert costs.selectable.nonzero().flatten().tolist() == list(registry.selectable(HostFamily.CNN))
     assert costs.gate_params.device == CPU
     assert costs.gate_params.tolist() == [4 * 8 + 16 + 1, 8 * 8 + 16 + 1, 4 * 8 + 16 + 1]
+
+
+ADAMW = OptimizerSpec(kind="adamw")
+ROWS, PARAMS, BUFFERS = 4, 6, 3
+
+
+def filled(spec=SGD):
+    """Every element holds its own number, optimizer state too."""
+    flat = FlatParameters((ROWS, PARAMS, BUFFERS), spec, CPU)
+    for k, tensor in enumerate(flat.tensors().values(), start=1):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * k)
+    return flat
+
+
+def tensors_of(flat):
+    return {name: tensor.clone() for name, tensor in flat.tensors().items()}
+
+
+def rows(*numbers):
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW])
+def test_a_new_module_leaves_nothing_of_the_one_before_it(spec):
+    flat = filled(spec)
+    flat.write(rows(2), torch.full((1, 4), 9.0), torch.full((1, 1), 8.0))
+    assert flat.params[2].tolist() == [9.0, 9.0, 9.0, 9.0, 0.0, 0.0]
+    assert flat.buffers[2].tolist() == [8.0, 0.0, 0.0]
+    for name, tensor in flat.tensors().items():
+        if name not in ("params", "buffers"):
+            assert not tensor[2].any(), name
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW])
+def test_clearing_rows_empties_them_and_no_others(spec):
+    flat = filled(spec)
+    before = tensors_of(flat)
+    flat.clear(rows(0, 3))
+    for name, tensor in flat.tensors().items():
+        assert not tensor[[0, 3]].any(), name
+        assert torch.equal(tensor[[1, 2]], before[name][[1, 2]]), name
+
+
+def test_a_snapshot_brings_weights_and_buffers_back_and_empties_the_optimizer():
+    flat = filled(ADAMW)
+    flat.save(rows(1, 2))
+    before = tensors_of(flat)
+    for tensor in flat.tensors().values():
+        tensor.add_(1)
+    flat.restore(rows(1))
+    for name, tensor in flat.tensors().items():
+        back = before[name][1] if name in ("params", "buffers") else torch.zeros_like(tensor[1])
+        assert torch.equal(tensor[1], back), name
+        assert torch.equal(tensor[[0, 2, 3]], before[name][[0, 2, 3]] + 1), name
+    assert not flat.snapshot["params"][[0, 3]].any()
+
+
+def test_the_gradient_of_a_leaf_arrives_in_the_slab_of_gradients():
+    working = filled().begin(rows(3, 1), [6, 4])
+    (working.leaves[0] * 2.0).sum().backward()
+    (working.leaves[1] * 5.0).sum().backward()
+    assert working.grad.tolist() == [[2.0] * 6, [5.0] * 4 + [0.0] * 2]
+
+
+def test_training_a_copy_changes_the_slab_when_it_is_finished_and_not_before():
+    flat = filled(ADAMW)
+    before = tensors_of(flat)
+    working = flat.begin(rows(3, 1), [3, 5])
+    assert working.params.shape == (2, 5)
+    working.params.add_(0.5)
+    working.optimizer.exp_avg.add_(0.25)
+    working.optimizer.steps.add_(1)
+    assert all(torch.equal(flat.tensors()[name], value) for name, value in before.items())
+    flat.finish(working)
+    assert torch.equal(flat.params[[3, 1], :5], before["params"][[3, 1], :5] + 0.5)
+    assert torch.equal(flat.params[[3, 1], 5], before["params"][[3, 1], 5])
+    assert torch.equal(flat.optimizer.exp_avg[[3, 1], :5], before["exp_avg"][[3, 1], :5] + 0.25)
+    assert torch.equal(flat.optimizer.steps, before["steps"] + torch.tensor([0, 1, 0, 1]))
+    assert torch.equal(flat.params[[0, 2]], before["params"][[0, 2]])
+
+
+def test_no_rows_are_trained_without_complaint():
+    flat = filled()
+    before = tensors_of(flat)
+    working = flat.begin(rows(), [])
+    assert working.params.shape == (0, 0)
+    flat.finish(working)
+    assert all(torch.equal(flat.tensors()[name], value) for name, value in before.items())

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import host_kind
-from esper.kasmina.parameters.stacked_layers import Vmapped
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES, stacked_host
+from esper.kasmina.parameters.population import host_kind
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped, stacked_host
 from esper.leyline.errors import StackingError
 
 V, T, D = 11, 5, 8
@@ -72,6 +71,21 @@ class Normed(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return self.norm(h.transpose(1, 2)).transpose(1, 2)
+
+
+class Scaled(nn.Module):
+    """The backward pass reads one buffer after another was written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((D,), 0.5))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * self.scale
+        if self.training:
+            self.passes.add_(1.0)
+        return h
 
 
 class Attending(nn.Module):
@@ -146,7 +160,7 @@ def test_random_sequence_hosts_run_for_many_at_once():
     assert [seed for seed in range(24) if not isinstance(stacked(random_host(seed)), nn.Module)] == []
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, Scaled])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_layer_runs_for_many_hosts_beside_positions_without_an_axis_of_examples(mixer, tied):
     assert isinstance(stacked(lambda: Sequence("table of all", [mixer], tied=tied, padded=True)), Vmapped)

@@ -8,12 +8,20 @@ Scripts: a measurement is `(t, slots) -> Measurements`, where `slots` is what th
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import legal_ops
-from esper.kasmina.rules.ingest import ingest
-from esper.kasmina.rules.lifecycle import OpEffects, SeedCosts, TickEffects, apply_ops, feedback, tick
-from esper.kasmina.rules.rollback import memory_of, remember, rollback
-from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
+from esper.kasmina.rules.lifecycle import (
+    OpEffects,
+    SeedCosts,
+    TickEffects,
+    apply_ops,
+    feedback,
+    memory_of,
+    remember,
+    rollback,
+    tick,
+)
+from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.messages import HostState, Measurements, SlotState
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass

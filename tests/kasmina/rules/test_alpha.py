@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar_rules import share_of_ramp
 
-from esper.kasmina.rules import alpha
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules import lifecycle
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.stages import AlphaCurve, AlphaMode
-from esper.leyline.tensor_dataclass import named_tensors, replace
+from esper.leyline.tensor_dataclass import replace
 
 LINEAR, COSINE, SIGMOID = AlphaCurve.LINEAR, AlphaCurve.COSINE, AlphaCurve.SIGMOID
 CURVES = {"linear": (LINEAR, 12.0), "cosine": (COSINE, 12.0), **{f"sigmoid {k}": (SIGMOID, k) for k in (6, 12, 24)}}
@@ -48,7 +48,7 @@ def column(values, dtype=torch.float32):
 def start_ramp(start, target, ticks, curve, steepness):
     """One slot per entry of the lists, in HOLD at `start`, retargeted."""
     slots = replace(empty_slots(len(start), 1, torch.device("cpu")), alpha=column(start))
-    return alpha.retarget(
+    return lifecycle.retarget(
         slots,
         torch.ones(len(start), 1, dtype=torch.bool),
         target=column(target),
@@ -60,7 +60,7 @@ def start_ramp(start, target, ticks, curve, steepness):
 
 def tick(slots):
     """One tick of whatever moves."""
-    return alpha.step(slots, slots.alpha_mode != AlphaMode.HOLD)
+    return lifecycle.step_ramps(slots, slots.alpha_mode != AlphaMode.HOLD)
 
 
 def ramp_of(slots, ticks):
@@ -117,7 +117,7 @@ def test_a_ramp_is_monotone_lands_exactly_and_takes_exactly_its_ticks(rows):
 @pytest.mark.parametrize("k", [0.1, 1.0, 6.0, 12.0, 24.0, 200.0])
 def test_a_sigmoid_runs_from_0_to_1_as_worked_out_in_double_precision(k):
     x = torch.linspace(0.0, 1.0, 41)
-    got = alpha.ramp(x, torch.full((41,), int(SIGMOID)), torch.full((41,), k))
+    got = lifecycle.ramp(x, torch.full((41,), int(SIGMOID)), torch.full((41,), k))
     want = torch.tensor([share_of_ramp(v, int(SIGMOID), k) for v in x.tolist()])
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
     assert (got[0], got[-1]) == (0.0, 1.0)
@@ -126,8 +126,8 @@ def test_a_sigmoid_runs_from_0_to_1_as_worked_out_in_double_precision(k):
 @pytest.mark.parametrize("k", [0.0, 0.05, -3.0])
 def test_a_sigmoid_is_never_flatter_than_steepness_one_tenth(k):
     x = torch.linspace(0.0, 1.0, 11)
-    got = alpha.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), k))
-    torch.testing.assert_close(got, alpha.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), 0.1)))
+    got = lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), k))
+    torch.testing.assert_close(got, lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), 0.1)))
     torch.testing.assert_close(got, x, rtol=0.0, atol=1e-3)  # at k = 0.1 a sigmoid is a straight line to 1e-4
 
 
@@ -141,30 +141,6 @@ def test_no_ticks_take_the_target_at_once_and_stay_in_hold():
 def test_a_target_that_is_already_reached_stays_in_hold_without_ticks():
     slots = start_ramp([0.5], [0.5], [5], [LINEAR], [12.0])
     assert (slots.alpha.item(), slots.alpha_mode.item(), slots.alpha_total.item()) == (0.5, 0, 0)
-
-
-def test_retarget_remembers_where_the_ramp_begins_and_which_way_it_goes():
-    slots = start_ramp([0.25, 0.75], [0.75, 0.25], [3, 8], [COSINE, SIGMOID], [12.0, 24.0])
-    assert slots.alpha[:, 0].tolist() == slots.alpha_start[:, 0].tolist() == [0.25, 0.75]
-    assert slots.alpha_target[:, 0].tolist() == [0.75, 0.25]
-    assert slots.alpha_mode[:, 0].tolist() == [AlphaMode.UP, AlphaMode.DOWN]
-    assert slots.alpha_curve[:, 0].tolist() == [COSINE, SIGMOID]
-    assert slots.alpha_steepness[:, 0].tolist() == [12.0, 24.0]
-    assert slots.alpha_total[:, 0].tolist() == [3, 8]
-    assert slots.alpha_done[:, 0].tolist() == [0, 0]
-
-
-def test_slots_that_are_not_marked_keep_every_field():
-    slots = start_ramp([0.0, 0.25], [1.0, 0.75], [5, 5], [LINEAR, COSINE], [12.0, 12.0])
-    first = torch.tensor([[True], [False]])
-    still = column([0.5, 0.5])
-    ints = column([3, 3], torch.int64)
-    retargeted = alpha.retarget(slots, first, target=still, ticks=ints, curve=ints, steepness=still)
-    stepped = alpha.step(slots, first)
-    for changed in (retargeted, stepped):
-        for name, value in named_tensors(changed):
-            torch.testing.assert_close(value[1], getattr(slots, name)[1], rtol=0.0, atol=0.0, equal_nan=True)
-    assert stepped.alpha[0].item() == pytest.approx(0.2)
 
 
 # -- steepness reaches every ramp -------------------------------------------------------------------------------------

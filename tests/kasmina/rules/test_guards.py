@@ -1,7 +1,5 @@
 """Guards: `legal` against an independent scalar function, and row by row by hand."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from driver import CPU
@@ -10,8 +8,7 @@ from hypothesis import strategies as st
 from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
-import esper.kasmina
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import Head, LifecycleOp
@@ -156,14 +153,6 @@ def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():
         assert not legal[0, 1:, 0].any()
 
 
-def test_asking_what_is_legal_twice_gives_the_same_answer_in_separate_memory():
-    slots = random_slots(seed=5, num_envs=16, num_slots=1)
-    first, second = legal_ops(slots, LifecycleConfig()), legal_ops(slots, LifecycleConfig())
-    assert torch.equal(first, second)
-    first.fill_(True)
-    assert torch.equal(second, legal_ops(slots, LifecycleConfig()))
-
-
 def test_the_target_is_the_slot_head_and_valid_is_the_op_on_that_slot():
     legal = torch.zeros(3, 6, 2, dtype=torch.bool)
     legal[:, Op.WAIT] = True
@@ -193,13 +182,6 @@ def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
 def test_a_request_to_advance_marks_the_target_of_the_hosts_that_ask():
     asked = advance_active_seed(slots_of([[3, 3], [3, 3]]), torch.tensor([1, 0]), torch.tensor([True, False]))
     assert asked.tolist() == [[False, True], [False, False]]
-
-
-@pytest.mark.parametrize("rule", ["min_prune_age", "sequential", "max_seeds"])
-def test_the_legality_rules_are_written_in_one_place(rule):
-    root = Path(esper.kasmina.__file__).parent
-    readers = {path.name for path in root.rglob("*.py") if f"config.{rule}" in path.read_text(encoding="utf-8")}
-    assert readers == {"guards.py"}
 
 
 @pytest.mark.parametrize(

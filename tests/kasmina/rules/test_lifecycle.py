@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from driver import HOST_PARAMS, Driver, action, actions, everybody, measured, random_episode, seed_costs
-from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook, execute, same
-from scalar_rules import gate_5, new_host, tick_slot
-from scalar_step import cost_dict, measurement_dicts, slot_dicts
+from driver import HOST_PARAMS, Driver, action, actions, measured, random_episode, seed_costs
+from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook
+from scalar_rules import new_host
+from scalar_step import cost_dict, measurement_dicts
 from scalar_step import step as scalar_step
 
-from esper.kasmina.rules.config import LifecycleConfig
-from esper.leyline.actions import Head, LifecycleOp
-from esper.leyline.stages import LEGAL_TRANSITIONS
+from esper.kasmina.rules.gates import LifecycleConfig
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors, row
 
 Op = LifecycleOp
@@ -30,12 +29,6 @@ PAIRS = {(a, b) for a, successors in FOLLOWS.items() for b in successors}
 
 
 # -- transitions ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", range(11))
-def test_of_all_pairs_of_stages_the_table_knows_those_that_exist(source):
-    allowed = {target for target in range(11) if (source, target) in LEGAL_TRANSITIONS}
-    assert allowed == FOLLOWS.get(source, set())
 
 
 def moves(step):
@@ -94,61 +87,7 @@ def test_each_transition_has_the_cause_that_makes_it():
     }
 
 
-@every_rulebook
-def test_a_transition_keeps_the_stage_and_the_clock_that_it_ends(name):
-    for step in episode(name):
-        moved = (step.ticks.transitions.cause > 0) & (step.after.stage != DORMANT)
-        passed_by_op = moved & (step.ops.transitions.cause > 0)
-        plain = moved & ~passed_by_op & ~step.rolled_back
-        assert torch.equal(step.after.prev_stage[plain], step.slots.stage[plain])
-        assert torch.equal(step.after.prev_epochs[plain], step.slots.epochs_in_stage[plain])
-        twice = passed_by_op | (moved & step.rolled_back)
-        assert torch.equal(step.after.prev_stage[twice], step.ticks.transitions.from_stage[twice])
-        assert not step.after.prev_epochs[twice].any()
-        assert not step.after.epochs_in_stage[moved].any()
-        val_acc = step.hosts.val_acc[:, None].expand_as(moved)
-        assert same(step.after.acc_at_stage_start[moved], val_acc[moved])
-
-
 # -- operations -------------------------------------------------------------------------------------------------------
-
-EXPECTED = {  # what becomes of the stage in phase "op" where the op is legal and not refused
-    Op.GERMINATE: lambda s, ticks, target: GERMINATED,
-    Op.SET_ALPHA_TARGET: lambda s, ticks, target: BLENDING if s["stage"] == BLENDING or target < 1.0 else HOLDING,
-    Op.PRUNE: lambda s, ticks, target: PRUNED if ticks == 0 or s["alpha"] == 0.0 else BLENDING,
-    Op.FOSSILIZE: lambda s, ticks, target: FOSSILIZED,
-    Op.ADVANCE: lambda s, ticks, target: s["stage"],
-    Op.WAIT: lambda s, ticks, target: s["stage"],
-}
-
-
-@pytest.mark.parametrize("op", list(Op))
-@every_rulebook
-def test_every_legal_op_executes_or_is_refused_by_its_gate_and_every_illegal_one_is_a_wait(name, op):
-    config, step = RULES[name], episode(name)[-2]
-    for slot, speed, target in ((0, 0, 2), (1, 2, 0), (2, 1, 2)):
-        chosen = everybody(HOSTS, action(op, slot=slot, alpha_speed=speed, alpha_target=target))
-        slots, hosts, ops, _, success, effective = execute(step, chosen, config)
-        legal = step.legal[:, op, slot]
-        for n, references in enumerate(slot_dicts(step.slots)):
-            refused = op == Op.FOSSILIZE and gate_5(references[slot], step.t, config) != 0
-            if op == Op.ADVANCE:
-                epochs, val_acc = references[slot]["epochs_in_stage"] + 1, step.hosts.val_acc[n].item()
-                refused = tick_slot(dict(references[slot]), epochs, True, val_acc, config) is None
-            took_effect = bool(legal[n]) and not bool(refused)
-            assert success[n].item() == took_effect
-            assert effective[n].item() == (op if took_effect else Op.WAIT)
-            if took_effect:
-                ticks, share = (0, 3, 5, 8)[speed], (0.5, 0.7, 1.0)[target]
-                assert slots.stage[n, slot].item() == EXPECTED[op](references[slot], ticks, share)
-            assert ops.requested[n, slot].item() == (op == Op.ADVANCE and bool(legal[n]))
-        idle = ~success if op != Op.ADVANCE else torch.ones_like(success)
-        for before, now in ((step.slots, slots), (step.hosts, hosts)):
-            for field, value in named_tensors(now):
-                assert same(value[idle], getattr(before, field)[idle]), field
-        others = [s for s in range(SLOTS) if s != slot]
-        for field, value in named_tensors(slots):
-            assert same(value[:, others], getattr(step.slots, field)[:, others]), field
 
 
 @every_rulebook
@@ -158,33 +97,6 @@ def test_the_random_states_offer_every_op_both_legally_and_illegally(name):
     for op in Op:
         assert legal[:, :, op].any().item() == (op != Op.ADVANCE or manual)
         assert legal[:, :, op].all().item() == (op == Op.WAIT)
-
-
-@every_rulebook
-def test_the_effective_op_is_the_sampled_one_where_it_took_effect_and_wait_elsewhere(name):
-    for step in episode(name):
-        op = step.actions[:, Head.OP]
-        assert torch.equal(step.effective, torch.where(step.success, op, int(Op.WAIT)))
-        assert torch.equal(step.hosts_after.last_success, step.success)
-        assert torch.equal(step.hosts_after.last_op, torch.where(step.panic, int(Op.WAIT), op))
-        target_legal = step.legal[torch.arange(HOSTS), op, step.actions[:, Head.SLOT]]
-        assert not (step.success & (~target_legal | step.panic)).any()
-
-
-@every_rulebook
-def test_counters_count_what_happened(name):
-    steps = episode(name)
-    totals = torch.zeros(4, HOSTS, dtype=torch.int64)
-    for step in steps:
-        worthy = step.ops.fossilized & (step.slots.contribution >= 1.0)
-        gone = step.ops.released | step.ticks.released
-        for k, what in enumerate((step.ops.germinated, gone, step.ops.fossilized, worthy)):
-            totals[k] += what.sum(dim=1)
-        hosts = step.hosts_after
-        told = (hosts.n_germinated, hosts.n_pruned, hosts.n_fossilized, hosts.n_contributing)
-        assert torch.equal(torch.stack(told), totals)
-        assert not step.ticks.auto_pruned.any()
-    assert (totals > 0).any(dim=1).all()
 
 
 def test_a_useless_seed_on_a_host_that_improves_is_held_but_never_pays():
@@ -230,16 +142,6 @@ def test_asking_a_seed_without_a_gate_network_for_a_gated_style_is_refused_and_c
         assert step.success.tolist() == [True, False, True, False]
         assert step.effective.tolist() == [int(Op.SET_ALPHA_TARGET), 0] * 2
         assert step.after.stage[:, 0].tolist() == [HOLDING, HOLDING, BLENDING, HOLDING]
-
-
-@every_rulebook
-def test_serials_number_the_seeds_of_a_host(name):
-    for step in episode(name):
-        born = step.ops.germinated
-        count = step.hosts.n_germinated[:, None].expand_as(born)
-        assert torch.equal(step.after.serial[born], count[born])
-        kept = ~born & (step.after.stage != DORMANT)
-        assert torch.equal(step.after.serial[kept], step.began.serial[kept])
 
 
 # -- the scalar twin --------------------------------------------------------------------------------------------------

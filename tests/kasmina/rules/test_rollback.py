@@ -7,11 +7,11 @@ import torch
 from driver import CPU, HOST_PARAMS, Driver, action, actions, with_slot
 from scalar_rules import EMPTY_SLOT, ON_RELEASE
 
-from esper.kasmina.rules.config import LifecycleConfig
-from esper.kasmina.rules.rollback import memory_of, remember, rollback
+from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.lifecycle import memory_of, remember, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.tensor_dataclass import named_tensors, replace, row, where
+from esper.leyline.tensor_dataclass import named_tensors, replace
 
 NAN = float("nan")
 Op = LifecycleOp
@@ -56,14 +56,6 @@ def test_growing_seeds_are_pruned_and_all_other_slots_are_left_alone():
     assert not got.epochs_in_stage[pruned].any()
 
 
-def test_neither_age_nor_mode_protects_a_growing_seed():
-    slots = with_slot(empty_slots(1, 2, CPU), 0, stage=4, alpha=0.5, alpha_mode=2, alpha_target=0.0, alpha_total=5)
-    slots = with_slot(slots, 1, stage=2, age=0)
-    got, _, pruned = rollback(slots, hosts_with_a_past(1), torch.tensor([True]), memory_of(slots))
-    assert pruned.tolist() == [[True, True]]
-    assert (got.stage.tolist(), got.alpha.tolist(), got.alpha_mode.tolist()) == ([[8, 8]], [[0.0, 0.0]], [[0, 0]])
-
-
 def test_a_fossil_takes_back_the_measurements_that_the_snapshot_knew():
     slots = one_slot_per_stage(2)
     fossil = STAGES.index(7)
@@ -89,15 +81,6 @@ def test_a_host_begins_a_new_segment_without_a_past_but_keeps_its_books():
         assert same(value[1], old[1]), name
         want = torch.full_like(old[0], NAN) if name in forgotten else torch.full_like(old[0], changed.get(name, old[0]))
         assert same(value[0], want), name
-
-
-def test_no_panic_changes_nothing():
-    slots, hosts = one_slot_per_stage(3), hosts_with_a_past(3)
-    got_slots, got_hosts, pruned = rollback(slots, hosts, torch.zeros(3, dtype=torch.bool), memory_of(slots))
-    assert not pruned.any()
-    for got, old in ((got_slots, slots), (got_hosts, hosts)):
-        for name, value in named_tensors(got):
-            assert same(value, getattr(old, name)), name
 
 
 def test_remember_takes_over_the_marked_slots_only():
@@ -157,30 +140,6 @@ def test_a_rollback_does_not_restart_a_cooldown_that_runs():
         assert [step.slots.stage[host, 0].item() for step in driver.steps[3:]] == [9, 9, 9, 9, 9, 10, 1]
 
 
-def test_a_panicking_host_executes_no_op_and_is_told_so():
-    driver = Driver(2, 2, QUICK)
-    step = driver.step(actions(action(Op.GERMINATE), action(Op.GERMINATE)), panic=torch.tensor([True, False]))
-    assert step.after.stage.tolist() == [[1, 1], [3, 1]]
-    assert step.success.tolist() == [False, True]
-    assert step.effective.tolist() == [Op.WAIT, Op.GERMINATE]
-    assert step.hosts_after.last_op.tolist() == [Op.WAIT, Op.GERMINATE]
-    assert step.hosts_after.last_success.tolist() == [False, True]
-    assert step.hosts_after.n_germinated.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("op", list(Op))
-def test_whatever_a_panicking_host_wanted_it_waits(op):
-    manual = LifecycleConfig(min_training_epochs=1, min_prune_age=0, auto_g1=False, auto_g2=False, auto_g3=False)
-    driver = Driver(2, 2, manual)
-    driver.step(actions(action(Op.GERMINATE), action(Op.GERMINATE)))
-    panic = torch.tensor([True, False])
-    step = driver.step(actions(action(op, slot=1), action()), panic=panic)
-    assert (step.success[0].item(), step.effective[0].item()) == (False, Op.WAIT)
-    assert step.hosts_after.last_op[0].item() == Op.WAIT
-    assert step.after.stage[0].tolist() == [9, 1]
-    assert not step.ops.transitions.cause[0].any()
-
-
 def test_the_next_step_is_the_first_of_a_segment():
     driver = Driver(1, 1, LifecycleConfig())
     driver.measure = lambda t, slots: Driver().measure(t, slots, val_loss=torch.tensor([1.0]))
@@ -199,18 +158,6 @@ def test_the_next_step_is_the_first_of_a_segment():
     assert steps[5].hosts.stabilized.item()
 
 
-def test_hosts_that_do_not_panic_do_not_notice():
-    script = {1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE), 7: action(Op.GERMINATE, slot=1)}
-    together, alone = Driver(3, 2, QUICK), Driver(3, 2, QUICK)
-    for t in range(1, 11):
-        chosen = actions(*[script.get(t, action())] * 3)
-        together.step(chosen, panic=torch.tensor([t == 4, False, t == 8]))
-        alone.step(chosen)
-    for got, want in ((together.slots, alone.slots), (together.hosts, alone.hosts)):
-        for name, value in named_tensors(row(got, 1)):
-            assert same(value, getattr(row(want, 1), name)), name
-
-
 def test_fossils_survive_and_keep_their_clocks():
     script = {1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE), 7: action(Op.GERMINATE, slot=1)}
     steps = Driver(1, 2, QUICK).run(script, until=10, panic_at=9)
@@ -219,16 +166,3 @@ def test_fossils_survive_and_keep_their_clocks():
     assert (last.age[0, 0].item(), last.epochs_in_stage[0, 0].item()) == (9, 3)  # 10 - 1, and 10 - 1 - 6
     assert (last.alpha[0, 0].item(), last.contribution[0, 0].item()) == (1.0, 2.0)
     assert steps[-1].hosts.n_fossilized.item() == 1
-
-
-def test_equal_calls_agree_and_change_nothing_they_were_given():
-    slots, hosts = one_slot_per_stage(2), hosts_with_a_past(2)
-    kept, panic = memory_of(where(torch.tensor([True, False]), empty_slots(2, 9, CPU), slots)), torch.tensor([True] * 2)
-    before = {name: value.clone() for name, value in (*named_tensors(slots), *named_tensors(hosts, "host."))}
-    first, second = rollback(slots, hosts, panic, kept), rollback(slots, hosts, panic, kept)
-    assert torch.equal(first[2], second[2])
-    for one, two in zip(first[:2], second[:2], strict=True):
-        for name, value in named_tensors(one):
-            assert same(value, getattr(two, name)), name
-    for name, value in (*named_tensors(slots), *named_tensors(hosts, "host.")):
-        assert same(value, before[name]), name

@@ -8,7 +8,7 @@ import math
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE, RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE, RewardConfig
 from reference.rewards.row import (
     HostRow,
     RowReward,
@@ -16,11 +16,11 @@ from reference.rewards.row import (
     clip,
     combine,
     dwell_potential,
+    entangled,
     growth,
     legit,
     occupied,
     ok,
-    ransomware,
     shaping,
     timing,
 )
@@ -136,7 +136,7 @@ def action_value(x: HostRow, w: RewardConfig) -> float:
             if x.has_seed:
                 return w.germinate_cost + w.germinate_with_seed_penalty
             allowed = x.epoch < x.max_epochs and not w.disable_pbrs
-            worth = w.pbrs_weight * w.gamma * STAGE_POTENTIAL[SeedStage.GERMINATED] * timing(x.epoch, w)
+            worth = w.pbrs_weight * GAMMA * STAGE_POTENTIAL[SeedStage.GERMINATED] * timing(x.epoch, w)
             return w.germinate_cost + (worth if allowed else 0.0)
         case LifecycleOp.SET_ALPHA_TARGET:
             return w.set_alpha_target_cost
@@ -180,7 +180,7 @@ def contribution_reward(x: HostRow, w: RewardConfig) -> RowReward:
     info |= {"discount": d, "ratio_penalty": rho, "progress": progress(x, w), "growth": growth(x, w)}
     info |= {"escrow_prev": account, "escrow_next": following}
     extreme = seed and ok(c) and g > 0 and rho != 0 and c > 0 and c / g >= w.hacking_ratio_threshold
-    return RowReward(terms=terms, info=info, escrow_next=following, flags=(extreme, ransomware(x)))
+    return RowReward(terms=terms, info=info, escrow_next=following, flags=(extreme, entangled(x)))
 
 
 def costs(x: HostRow, w: RewardConfig) -> Terms:

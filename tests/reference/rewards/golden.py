@@ -12,22 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
-from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
-from esper.simic.rewards.config import LossRewardConfig, RewardConfig
-from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
+from esper.simic.rewards.modes import (
+    CREDIT_MODES,
+    REWARD_TERMS,
+    RewardOutput,
+    compute_reward_batched,
+    credit_of,
+    row_of,
+)
+from esper.simic.rewards.reward_config import LossRewardConfig, RewardConfig
 from reference.rewards.modes import reward_of_row
-from reference.rewards.row import NAN, DripPool, HostRow, RowReward, as_kind
+from reference.rewards.row import NAN, DeferredPool, HostRow, RowReward, as_kind
 
-_RENAMED_CONFIG = {"reward_mode": "mode", "attribution_formula": "attribution"}
+_RENAMED_CONFIG = {
+    "reward_mode": "mode", "attribution_formula": "attribution", "drip_fraction": "deferred_fraction",
+    "max_drip_per_epoch": "max_deferred_per_epoch", "min_drip_epochs": "min_deferred_epochs",
+    "negative_drip_ratio": "negative_deferred_ratio",
+}  # fmt: skip
 _TERM_OF_COMPONENT = {
     "bounded_attribution": "attribution", "blending_warning": "blending_warning", "alpha_shock": "alpha_shock",
     "holding_warning": "holding_warning", "pbrs_bonus": "potential", "synergy_bonus": "synergy",
     "compute_rent": "rent", "terminal_bonus": "terminal", "action_shaping": "action", "fossilize_bonus": "action",
-    "drip_this_epoch": "drip",
+    "drip_this_epoch": "deferred_bonus",
 }  # fmt: skip
 _COST_OF_COMPONENT = {"occupancy_rent": "occupancy", "fossilized_rent": "fossil_upkeep"}
 _INFO_OF_COMPONENT = {
@@ -53,7 +64,6 @@ _HOST_FIELDS = {
 _PLURALS = {
     "action": "actions", "val_acc": "val_accs", "acc_delta": "acc_deltas", "has_seed": "has_seed_mask",
     "stage": "stages", "seed_age": "seed_ages", "previous_stage": "previous_stages", "val_loss": "val_losses",
-    "potential_prev": "potentials_prev",
 }  # fmt: skip
 _ALREADY_PLURAL = frozenset(
     {
@@ -72,7 +82,7 @@ class GoldenCase:
     reward: float
     terms: Mapping[str, float]
     info: Mapping[str, float]
-    drip_opened: float
+    deferred_opened: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,7 @@ def _configs(mode: str, content: Mapping[str, Any]) -> dict[str, RewardConfig]:
     if mode == "loss":
         presets = content["presets"]
         return {name: RewardConfig(mode="loss", loss=LossRewardConfig(**p)) for name, p in presets.items()}
-    named = {_RENAMED_CONFIG.get(name, name): value for name, value in content["config"].items()}
+    named = {_RENAMED_CONFIG.get(name, name): value for name, value in content["config"].items() if name != "gamma"}
     kinds = {f.name: f.type for f in fields(RewardConfig)}
     return {"": RewardConfig(**{name: as_kind(value, kinds[name]) for name, value in named.items()})}
 
@@ -112,7 +122,7 @@ def _case(case: Mapping[str, Any], config: RewardConfig) -> GoldenCase:
     info = {ours: _number(components[name]) for name, ours in _INFO_OF_COMPONENT.items() if name in components}
     opened = case.get("new_drip", {}).get("drip_scale", 0.0)
     row = row_of_case(case["inputs"])
-    return GoldenCase(row=row, config=config, reward=case["reward"], terms=terms, info=info, drip_opened=opened)
+    return GoldenCase(row=row, config=config, reward=case["reward"], terms=terms, info=info, deferred_opened=opened)
 
 
 def _number(value: float | int | None) -> float | int:
@@ -129,8 +139,8 @@ def row_of_case(inputs: Mapping[str, Any]) -> HostRow:
     born_at = inputs.get("acc_at_germination")
     values["total_improvement"] = NAN if born_at is None else values["val_acc"] - born_at
     pools = inputs.get("drip", ())
-    values["drip_pools"] = tuple(
-        DripPool(scale=pool["drip_scale"], contribution=_number(pool["contribution"])) for pool in pools
+    values["deferred_pools"] = tuple(
+        DeferredPool(scale=pool["drip_scale"], contribution=_number(pool["contribution"])) for pool in pools
     )
     kinds = {f.name: f.type for f in fields(HostRow)}
     return HostRow(**{name: as_kind(value, kinds[name]) for name, value in values.items()})
@@ -140,19 +150,19 @@ def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64
     """Rows side by side as the arguments of `compute_reward_batched`, without weights and mode."""
     arguments: dict[str, Tensor] = {}
     for field in fields(HostRow):
-        if field.name == "drip_pools":
+        if field.name in ("deferred_pools", "potential_prev"):
             continue
         values = [getattr(row, field.name) for row in rows]
         kind = {"int": torch.int64, "bool": torch.bool}.get(getattr(field.type, "__name__", ""), dtype)
         arguments[_kernel_name(field.name)] = torch.tensor(values, dtype=kind)
-    width = max((len(row.drip_pools) for row in rows), default=0)
-    padded = [(*row.drip_pools, *[DripPool(scale=0.0)] * (width - len(row.drip_pools))) for row in rows]
+    width = max((len(row.deferred_pools) for row in rows), default=0)
+    padded = [(*row.deferred_pools, *[DeferredPool(scale=0.0)] * (width - len(row.deferred_pools))) for row in rows]
     shape = (len(rows), width)
     scales, contributions = (
         [[getattr(p, name) for p in pools] for pools in padded] for name in ("scale", "contribution")
     )
-    arguments["drip_scales"] = torch.tensor(scales, dtype=dtype).reshape(shape)
-    arguments["drip_contributions"] = torch.tensor(contributions, dtype=dtype).reshape(shape)
+    arguments["deferred_scales"] = torch.tensor(scales, dtype=dtype).reshape(shape)
+    arguments["deferred_contributions"] = torch.tensor(contributions, dtype=dtype).reshape(shape)
     return arguments
 
 
@@ -168,23 +178,42 @@ def outputs_of(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype
     )
 
 
+def info_of(
+    rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64
+) -> Mapping[str, Float[Tensor, " N"]]:
+    """Quantities of `shaped` and `escrow` that are recorded but not part of the sum; none in other modes."""
+    if config.mode not in CREDIT_MODES:
+        return {}
+    given = dict(kernel_arguments(rows, dtype))
+    clocks = given.pop("epoch"), given.pop("max_epochs")
+    x = row_of(given, config.pack(), *clocks, config.mode, config.attribution)
+    credit = credit_of(x)
+    return {
+        "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
+        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
+        "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": credit.account + credit.change,
+    }  # fmt: skip
+
+
 def batched_rewards(cases: Sequence[GoldenCase], dtype: torch.dtype = torch.float64) -> list[RowReward]:
     """The kernel's output of each case, in the form of the scalar reference."""
     outputs: dict[int, RowReward] = {}
     for config in {case.config for case in cases}:
         chosen = [index for index, case in enumerate(cases) if case.config == config]
-        out = outputs_of([cases[index].row for index in chosen], config, dtype)
-        for index, terms, info, opened in zip(
-            chosen, out.breakdown.tolist(), out.info.tolist(), out.drip_opened.tolist(), strict=True
-        ):
-            named = dict(zip(REWARD_TERMS, terms, strict=True))
-            outputs[index] = RowReward(terms=named, info=dict(zip(REWARD_INFO, info, strict=True)), drip_opened=opened)
+        rows = [cases[index].row for index in chosen]
+        out, info = outputs_of(rows, config, dtype), info_of(rows, config, dtype)
+        for place, index in enumerate(chosen):
+            outputs[index] = RowReward(
+                terms=dict(zip(REWARD_TERMS, out.breakdown[place].tolist(), strict=True)),
+                info={name: values[place].item() for name, values in info.items()},
+                deferred_opened=out.deferred_opened[place].item(),
+            )
     return [outputs[index] for index in range(len(cases))]
 
 
 def error_of(case: GoldenCase, got: RowReward) -> float:
     """Largest absolute difference between a recorded case and what an implementation returns; inf where NaN differs."""
-    pairs = [(case.reward, got.total), (case.drip_opened, got.drip_opened)]
+    pairs = [(case.reward, got.total), (case.deferred_opened, got.deferred_opened)]
     pairs += [(want, got.terms.get(name, 0.0)) for name, want in case.terms.items()]
     pairs += [(want, got.info[name]) for name, want in case.info.items()]
     return max(_difference(want, have) for want, have in pairs)

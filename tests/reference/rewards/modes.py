@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION, RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION, RewardConfig
 from reference.rewards.contribution import contribution_reward
 from reference.rewards.row import (
     HostRow,
@@ -17,10 +17,10 @@ from reference.rewards.row import (
     clip,
     combine,
     dwell_potential,
+    entangled,
     legit,
     occupied,
     ok,
-    ransomware,
     shaping,
 )
 
@@ -31,7 +31,7 @@ def reward_of_row(x: HostRow, config: RewardConfig) -> RowReward:
 
 
 def _plain(x: HostRow, terms: Terms, **info: float) -> RowReward:
-    return RowReward(terms=terms, info=info, escrow_next=x.account, flags=(False, ransomware(x)))
+    return RowReward(terms=terms, info=info, escrow_next=x.account, flags=(False, entangled(x)))
 
 
 def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
@@ -46,12 +46,12 @@ def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
     if x.last_step and not w.disable_terminal_reward:
         terms["terminal"] = w.basic_acc_delta_weight * x.acc_delta / 100
     if w.mode == "basic_plus":
-        most = w.max_drip_per_epoch
-        measured = [pool for pool in x.drip_pools if ok(pool.contribution)]
-        instalments = [clip(pool.scale * pool.contribution, -w.negative_drip_ratio * most, most) for pool in measured]
-        terms["drip"] = sum(instalments, start=0.0)
+        most, least = w.max_deferred_per_epoch, -w.negative_deferred_ratio * w.max_deferred_per_epoch
+        measured = [pool for pool in x.deferred_pools if ok(pool.contribution)]
+        instalments = [clip(pool.scale * pool.contribution, least, most) for pool in measured]
+        terms["deferred_bonus"] = sum(instalments, start=0.0)
     output = _plain(x, terms)
-    return RowReward(terms=terms, escrow_next=output.escrow_next, drip_opened=opened, flags=output.flags)
+    return RowReward(terms=terms, escrow_next=output.escrow_next, deferred_opened=opened, flags=output.flags)
 
 
 def basic_fossilization(x: HostRow, w: RewardConfig) -> tuple[float, float]:
@@ -61,10 +61,10 @@ def basic_fossilization(x: HostRow, w: RewardConfig) -> tuple[float, float]:
     if x.stage != SeedStage.HOLDING:
         return w.basic_fossilize_invalid_penalty, 0.0
     if g > 0 and c >= MIN_CONTRIBUTION:
-        share = w.resolved("drip_fraction")
+        share = w.resolved("deferred_fraction")
         merged = combine(g, c, w)
         full = (w.basic_fossilize_base_bonus + w.basic_contribution_scale * merged) * legit(x.epochs_in_stage)
-        return (1 - share) * full, share * full / max(x.max_epochs - x.epoch, w.min_drip_epochs)
+        return (1 - share) * full, share * full / max(x.max_epochs - x.epoch, w.min_deferred_epochs)
     if g <= 0 and c > 0.1:
         return w.basic_fossilize_invalid_penalty, 0.0
     return w.basic_fossilize_noncontributing_penalty, 0.0
@@ -104,7 +104,7 @@ def loss_reward(x: HostRow, config: RewardConfig) -> RowReward:
         terms["rent"] = -min(w.compute_rent_weight * math.log1p((total - host) / host), w.max_rent_penalty)
     if x.has_seed:
         now, before = STAGE_POTENTIAL[x.stage], STAGE_POTENTIAL[x.previous_stage]
-        terms["potential"] = w.stage_potential_weight * (config.gamma * now - before)
+        terms["potential"] = w.stage_potential_weight * (GAMMA * now - before)
     if x.last_step and ok(x.val_loss):
         span = (w.baseline_loss - w.target_loss) or 1.0
         terms["terminal"] = w.terminal_loss_weight * clip((w.baseline_loss - x.val_loss) / span, 0.0, 1.0)
@@ -121,7 +121,7 @@ def objective_reward(x: HostRow, w: RewardConfig) -> RowReward:
     """What a user wants of an episode, J, in its last step; before, shaping that telescopes to 0."""
     added = max(x.total_params - x.host_params, 0.0)
     potential = 0.0 if x.last_step else objective_worth(x, w, x.val_acc, added)
-    terms: Terms = {"potential": w.gamma * potential - x.potential_prev, "terminal": 0.0}
+    terms: Terms = {"potential": GAMMA * potential - x.potential_prev, "terminal": 0.0}
     if x.last_step:
         committed = x.committed_acc if ok(x.committed_acc) else 0.0
         terms["terminal"] = objective_worth(x, w, committed, x.fossilized_params)

@@ -7,17 +7,17 @@ NaN is "not measured", and comparing with it is False.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from esper.leyline.stages import STAGE_POTENTIAL
-from esper.simic.rewards.config import LEGITIMATE_HOLD, RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, LEGITIMATE_HOLD, RewardConfig
 
 NAN = math.nan
 Terms = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DripPool:
+class DeferredPool:
     """An open pool of one slot: instalments of `scale` per point that its fossil contributes."""
 
     scale: float
@@ -55,7 +55,7 @@ class HostRow:
     num_contributing: int = 0
     committed_acc: float = NAN
     fossilized_params: float = 0.0
-    drip_pools: tuple[DripPool, ...] = ()
+    deferred_pools: tuple[DeferredPool, ...] = ()
     val_loss: float = NAN
     loss_delta: float = 0.0
     potential_prev: float = 0.0
@@ -78,7 +78,7 @@ class RowReward:
     terms: Terms
     info: Terms = field(default_factory=dict)
     escrow_next: float = 0.0
-    drip_opened: float = 0.0
+    deferred_opened: float = 0.0
     flags: tuple[bool, bool] = (False, False)
 
     @property
@@ -109,7 +109,7 @@ def shaping(x: HostRow, w: RewardConfig) -> float:
     """Shaping F: potential now, discounted, minus potential at the last observation."""
     s, e = x.stage, x.epochs_in_stage
     before = dwell_potential(x.previous_stage, x.previous_epochs, w) if e == 0 else dwell_potential(s, e - 1, w)
-    return w.pbrs_weight * (w.gamma * dwell_potential(s, e, w) - before)
+    return w.pbrs_weight * (GAMMA * dwell_potential(s, e, w) - before)
 
 
 def combine(p: float, c: float, w: RewardConfig) -> float:
@@ -144,11 +144,12 @@ def growth(x: HostRow, w: RewardConfig) -> float:
     return occupied(x) / max(x.host_params, w.rent_host_params_floor)
 
 
-def ransomware(x: HostRow) -> bool:
+def entangled(x: HostRow) -> bool:
     """Removing the seed hurts although the model would be better without seeds."""
     return x.has_seed and x.seed_contribution > 0.1 and x.counterfactual_improvement < -0.2
 
 
 def as_kind(value: Any, kind: object) -> Any:
     """The value as a field of type `kind` holds it: files may give 200 for a float."""
-    return float(value) if type(value) is int and kind in (float, float | None) else value
+    kinds = {kind, *get_args(kind)}  # of a union, or of an annotated type
+    return float(value) if type(value) is int and any(k is float or float in get_args(k) for k in kinds) else value

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SCALE
+from esper.simic.rewards.reward import CONTRIBUTION_MODES, HINDSIGHT_SCALE
+from esper.simic.rewards.reward_config import GAMMA, RewardConfig
 from reference.rewards.modes import reward_of_row
-from reference.rewards.row import NAN, DripPool, HostRow, RowReward, Terms, ok
+from reference.rewards.row import NAN, DeferredPool, HostRow, RowReward, Terms, ok
 
 _YOUNG = (SeedStage.GERMINATED, SeedStage.TRAINING)
 
@@ -62,7 +62,7 @@ class SlotMemory:
 
     escrow: float = 0.0
     ledger: dict[int, float] = field(default_factory=dict)
-    drip_scale: float = 0.0
+    deferred_scale: float = 0.0
     prev_alpha: float = 0.0
     prev_params: int = 0
 
@@ -98,9 +98,9 @@ def step_of_host(x: HostStep, memory: HostMemory, w: RewardConfig) -> RowReward:
         terms["auto_prune"] = w.auto_prune_penalty * x.auto_pruned
         terms["hindsight"] = hindsight(x, memory, w, op)
         if row.last_step and not w.disable_pbrs:
-            terms["germination_clawback"] = -clawback(x, w, op)
-    if output.drip_opened > 0:
-        memory.slots[x.target].drip_scale = output.drip_opened
+            terms["germination_refund"] = -refund(x, w, op)
+    if output.deferred_opened > 0:
+        memory.slots[x.target].deferred_scale = output.deferred_opened
     memory.potential_before, memory.potential = memory.potential, output.info.get("objective_potential", 0.0)
     return replace(output, terms=terms)
 
@@ -141,8 +141,8 @@ def row_of_step(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> Ho
         num_contributing=x.n_contributing,
         committed_acc=x.committed_acc,
         fossilized_params=float(sum(s.params for s in live if s.stage == SeedStage.FOSSILIZED)),
-        drip_pools=tuple(
-            DripPool(scale=memo.drip_scale, contribution=s.contribution)
+        deferred_pools=tuple(
+            DeferredPool(scale=memo.deferred_scale, contribution=s.contribution)
             for s, memo in zip(x.slots, memory.slots, strict=True)
         ),
         val_loss=x.val_loss,
@@ -173,14 +173,14 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     credit = 0.0
     if u > 0:
         for step, help_given in ledger.items():
-            credit += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * w.gamma ** (x.epoch - step)
+            credit += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * GAMMA ** (x.epoch - step)
     ledger.clear()
     return min(w.hindsight_cap, credit)
 
 
-def clawback(x: HostStep, w: RewardConfig, op: int) -> float:
+def refund(x: HostStep, w: RewardConfig, op: int) -> float:
     """Potential that was lent at germination to seeds that never came to be blended."""
     lent = w.pbrs_weight * STAGE_POTENTIAL[SeedStage.GERMINATED]
     pruned = x.target if op == LifecycleOp.PRUNE else -1
     young = [slot for index, slot in enumerate(x.slots) if slot.stage in _YOUNG and index != pruned]
-    return sum((lent * w.gamma ** (1 - slot.age) for slot in young), start=0.0)
+    return sum((lent * GAMMA ** (1 - slot.age) for slot in young), start=0.0)

@@ -5,7 +5,7 @@ Such rows are left out of comparisons between float32 and float64, by this rule 
 
 import struct
 
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 from reference.rewards.contribution import contribution_reward, progress
 from reference.rewards.row import HostRow
 

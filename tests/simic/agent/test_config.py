@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.simic.agent.config import (
+from esper.simic.agent.ppo_config import (
     PPOConfig,
     entropy_coefficient,
     floor_scale,
@@ -17,7 +17,6 @@ from esper.simic.agent.config import (
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gamma", 1.01),
         ("gae_lambda", -0.1),
         ("clip_coef", 0.0),
         ("update_epochs", 0),
@@ -36,7 +35,7 @@ from esper.simic.agent.config import (
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=rf"ppo\.{name} is"):
+    with pytest.raises(ConfigError, match=rf"ppo\.{name}.* is "):
         PPOConfig(**{name: value})
 
 

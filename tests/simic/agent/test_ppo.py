@@ -10,10 +10,10 @@ from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import TrainingError
 from esper.leyline.random import Stream, permutation
 from esper.simic.agent import ppo
+from esper.simic.agent.advantages import masked_moments
 from esper.simic.agent.losses import entropy_loss, policy_loss
-from esper.simic.agent.normalizers import masked_moments
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
-from esper.simic.telemetry.metrics import METRIC_NAMES
+from esper.simic.metrics import METRIC_NAMES
 
 HOSTS = [0, 1, 2, 3]
 PANICS = {1: [1], 3: [0], 4: [0, 2], 6: [3]}
@@ -372,15 +372,15 @@ def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_th
 
 
 def test_discount_and_decay_of_the_configuration_are_those_of_returns_and_advantages(rolled_out):
-    client = rolled_out(gamma=0.5, gae_lambda=0.25)
+    client = rolled_out(gae_lambda=0.25)
     slabs = client.buffer.slabs
     one_step_rows(client, torch.ones(6), torch.ones(6))
     slabs.terminal[:, :-1] = False
     slabs.reset.fill_(False)
     advantages, _ = client.buffer.compute_advantages_and_returns(torch.zeros(4, 6))
-    # the last has -1, the one before 0.5 - 1 - 0.5 * 0.25
-    assert advantages[0, -2:].tolist() == pytest.approx([-0.625, -1.0])
-    accumulated = [1.0, 1.5, 1.75, 1.875, 1.9375, 1.96875]
+    # the last has -1, the one before 0.995 - 1 - 0.995 * 0.25
+    assert advantages[0, -2:].tolist() == pytest.approx([-0.25375, -1.0])
+    accumulated = [sum(0.995**k for k in range(steps)) for steps in range(1, 7)]
     assert learn(client)["return_scale"] == pytest.approx(statistics.pstdev(accumulated))
 
 

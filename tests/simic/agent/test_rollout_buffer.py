@@ -4,12 +4,9 @@ import pytest
 import torch
 
 from dry_run import CountedReads
-from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row
-from rollouts import open_ends
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 
 N, T, D, S, H = 3, 5, 4, 2, 6
 
@@ -58,7 +55,7 @@ def same(a: TamiyoRolloutBuffer, b: TamiyoRolloutBuffer) -> bool:
 
 def put(buffer: TamiyoRolloutBuffer, t: int, **changes) -> None:
     """Write a step of all hosts as a client does."""
-    buffer.put(t, Row(**column(t, **changes)))
+    buffer.put(t, Transition(**column(t, **changes)))
     buffer.neutralize()
 
 
@@ -71,15 +68,6 @@ def roll_back(buffer: TamiyoRolloutBuffer, rows: list[tuple[int, int]], *, ends:
 
 
 PENALTY = torch.tensor([-10.0, -20.0, -30.0])
-
-
-def test_a_column_is_written_as_it_is_given():
-    buffer, fields = new_buffer(), column(2)
-    put(buffer, 2)
-    assert torch.equal(buffer.slabs.states[:, 2], fields["state"])
-    assert torch.equal(buffer.slabs.legal[:, 2], fields["legal"])
-    assert torch.equal(buffer.slabs.log_probs[:, 2], fields["log_prob"])
-    assert not buffer.slabs.valid[:, [0, 1, 3, 4]].any()
 
 
 def test_a_row_takes_numbers_of_python_and_tensors_without_axes_alike():
@@ -130,7 +118,7 @@ def test_a_row_of_scalars_is_added_without_a_single_read(given, valid):
 
 
 def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
-    buffer, rows = new_buffer(), [Row(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
+    buffer, rows = new_buffer(), [Transition(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
     marked, rewards = torch.rand(N, T) < 0.5, torch.zeros(N, T)
     with CountedReads() as reads:
         for t, row in enumerate(rows):
@@ -143,17 +131,6 @@ def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
         buffer.sequences(torch.tensor([0, 2]))
         buffer.reset()
     assert reads.number == 0
-
-
-def test_rows_without_content_are_neutral():
-    buffer = new_buffer()
-    for t in range(3):
-        put(buffer, t, valid=~only(1), reward=torch.full((N,), float("nan")))
-    for t in (0, 4):  # not valid, and not written
-        assert buffer.slabs.actions[1, t].tolist() == list(CANONICAL_ACTION)
-        assert buffer.slabs.legal[1, t].nonzero().tolist() == [[0, 0]]
-        for name in ("states", "log_probs", "values", "rewards", "blueprint_index", "effective_op"):
-            assert not getattr(buffer.slabs, name)[1, t].any(), name
 
 
 def test_a_rollback_ends_the_last_row_with_the_penalty():
@@ -194,24 +171,6 @@ def test_rollbacks_that_are_marked_together_are_those_that_are_marked_one_by_one
         assert same(one_by_one, together)
         num_marked += int((together.slabs.rewards == penalty).sum())
     assert num_marked > 20
-
-
-def test_two_rollbacks_in_a_row_pay_one_penalty():
-    buffer = new_buffer()
-    put(buffer, 0)
-    for t in (1, 2):
-        put(buffer, t, valid=~only(1))
-    roll_back(buffer, [(1, 0), (1, 1)])
-    assert buffer.slabs.terminal.nonzero().tolist() == [[1, 0]]
-    assert (buffer.slabs.rewards == -20).sum() == 1
-
-
-def test_a_terminal_row_is_not_paid_a_second_time():
-    buffer = new_buffer()
-    put(buffer, 0, terminal=only(2))
-    before = buffer.slabs.rewards.clone()
-    roll_back(buffer, [(2, 0)])
-    assert torch.equal(buffer.slabs.rewards, before)
 
 
 def test_advantages_and_returns_of_stored_or_of_other_rewards():
@@ -266,7 +225,7 @@ def test_sequences_are_whole_rows_of_the_chosen_hosts():
 def test_overflow_is_an_index_error():
     buffer = new_buffer()
     with pytest.raises(IndexError, match="column 5"):
-        buffer.put(T, Row(**column(0)))
+        buffer.put(T, Transition(**column(0)))
     row = {name: values[0] for name, values in column(0).items()}
     for _ in range(T):
         buffer.add(0, **row)
@@ -289,17 +248,6 @@ def test_reset_makes_every_row_neutral_again():
     assert buffer.num_steps == 0
     roll_back(buffer, [(n, t) for n in range(N) for t in range(T)])
     assert not buffer.slabs.terminal.any()
-
-
-def test_a_last_valid_row_that_is_not_an_end_is_found():
-    buffer = new_buffer()
-    put(buffer, 0, truncated=only(0), bootstrap_value=torch.ones(N))
-    put(buffer, 1, valid=~only(1))
-    assert open_ends(buffer) == [[0, 1], [1, 0], [2, 1]]
-    buffer.slabs.truncated[:, 1] = True
-    assert open_ends(buffer) == [[1, 0]]
-    buffer.slabs.terminal[1, 0] = True
-    assert open_ends(buffer) == []
 
 
 def test_a_rollback_that_ends_nothing_exchanges_the_reward_of_the_row_before_it():

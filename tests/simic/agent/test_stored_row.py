@@ -4,14 +4,13 @@ import torch
 
 from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 
 D, S, T = 40, 3, 5
 NAN = float("nan")
 
 
-def taken(n: int, seed: int = 0) -> Row:
+def taken(n: int, seed: int = 0) -> Transition:
     """Any step of n hosts; every third was rolled back, and its measurements are missing."""
     g = torch.Generator().manual_seed(seed)
 
@@ -24,7 +23,7 @@ def taken(n: int, seed: int = 0) -> Row:
     valid = torch.arange(n) % 3 != 2
     legal = flag(6, S)
     legal[:, LifecycleOp.WAIT] = True
-    return Row(
+    return Transition(
         state=number(D),
         raw_state=number(D),
         actions=torch.randint(0, 4, (n, 8), generator=g),
@@ -49,12 +48,12 @@ def test_a_row_that_was_put_is_neutral_only_where_it_is_not_valid():
     held.put(3, step)
     held.neutralize()
     row, valid, lost = held.column(3), step.valid, ~step.valid
-    for name in Row.__annotations__:
+    for name in Transition.__annotations__:
         assert torch.equal(getattr(row, name)[valid], getattr(step, name)[valid]), name
     assert row.actions[lost].tolist() == [list(CANONICAL_ACTION)] * 3
     assert row.legal[lost].nonzero()[:, 1:].tolist() == [[LifecycleOp.WAIT, 0]] * 3
     assert torch.equal(row.reset, step.reset)
-    for name in set(Row.__annotations__) - {"actions", "legal", "reset"}:
+    for name in set(Transition.__annotations__) - {"actions", "legal", "reset"}:
         assert not getattr(row, name)[lost].any(), name
 
 

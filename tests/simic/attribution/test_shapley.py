@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from esper.simic.attribution.shapley import shapley_values
+from esper.simic.shapley import shapley_values
 
 
 def average_over_orders(accuracy: list[float], num_seeds: int) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 from esper.leyline.messages import HostState, RewardInputs, SlotState
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, RewardOutput
 from reference.rewards.golden import outputs_of
-from reference.rewards.row import DripPool, HostRow, as_kind
+from reference.rewards.row import DeferredPool, HostRow, as_kind
 from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
 NAN = float("nan")
@@ -101,7 +101,7 @@ def random_rows(count: int, key: int, *, legal: bool = False) -> tuple[HostRow, 
     scales, contributions = real(0, 0.2, odd=0.0), real(-12, 12, missing=0.2)
     lists = [column.tolist() for column in columns.values()]
     return tuple(
-        HostRow(**dict(zip(columns, values, strict=True)), drip_pools=(DripPool(scale=a, contribution=b),))
+        HostRow(**dict(zip(columns, values, strict=True)), deferred_pools=(DeferredPool(scale=a, contribution=b),))
         for *values, a, b in zip(*lists, scales.tolist(), contributions.tolist(), strict=True)
     )
 

@@ -5,7 +5,7 @@ import torch
 from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.build import compiled_reward
+from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import explained, graphs_compiled, is_compiled
 from esper.simic.rewards import RewardConfig, initial_state, make_reward, reward_step
 from esper.simic.rewards.reward import _blank_inputs
@@ -24,7 +24,7 @@ def test_auto_compiles_on_cuda_alone(choice, device, compiled):
 
 
 def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
-    config = RewardConfig()
+    config = RewardConfig(mode="shaped")
     blank, real = _blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
     forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
     assert forms[0] == forms[1]

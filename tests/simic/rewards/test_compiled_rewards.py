@@ -9,23 +9,22 @@ import sys
 
 import pytest
 import torch
-from reward_toys import host_row, output_of, random_rows, replace_rows, seed
+from reward_toys import host_row, random_rows, replace_rows, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.leyline.errors import ConfigError
-from esper.runs.build import compiled_reward
+from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
-from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
-from esper.simic.rewards.compiled_rewards import check_arguments, check_static
-from reference.rewards.golden import kernel_arguments, outputs_of
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
+from esper.simic.rewards.modes import KERNEL_MODES
+from reference.rewards.golden import info_of, kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.thresholds import near_threshold
 
 OTHER_NUMBERS = RewardConfig(
     attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,
     rent_host_params_floor=1000.0, alpha_shock_coef=0.4, prune_good_seed_penalty=-0.5, free_slots=2,
-    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, drip_fraction=0.0,
+    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, deferred_fraction=0.0,
     fossilize_quality_ceiling=2.0, max_rent=0.3, param_budget=1000.0, sparse_reward_scale=2.0, min_prune_bonus_age=8,
 )  # fmt: skip
 SWITCHED_OFF = RewardConfig(
@@ -37,40 +36,39 @@ def assert_parity(rows, config, tolerance):
     """Every column of the kernel against the scalar reference; info that the reference leaves out is not compared."""
     out, want = outputs_of(rows, config), [reward_of_row(row, config) for row in rows]
     terms = [[output.terms.get(name, 0.0) for name in REWARD_TERMS] for output in want]
-    rest = [[output.total, output.escrow_next, output.drip_opened] for output in want]
+    rest = [[output.total, output.escrow_next, output.deferred_opened] for output in want]
     near = {"rtol": 0, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(out.breakdown, torch.tensor(terms, dtype=torch.float64), **near)
-    got = torch.stack((out.total, out.escrow_next, out.drip_opened), dim=-1)
+    got = torch.stack((out.total, out.escrow_next, out.deferred_opened), dim=-1)
     torch.testing.assert_close(got, torch.tensor(rest, dtype=torch.float64), **near)
     assert out.flags.tolist() == [list(output.flags) for output in want]
-    for column, name in enumerate(REWARD_INFO):
-        if name in want[0].info:
-            info = torch.tensor([output.info[name] for output in want], dtype=torch.float64)
-            torch.testing.assert_close(out.info[:, column], info, **near)
+    for name, values in info_of(rows, config).items():
+        recorded = torch.tensor([output.info[name] for output in want], dtype=torch.float64)
+        torch.testing.assert_close(values, recorded, **near)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_kernel_and_scalar_reference_agree_on_ten_thousand_arbitrary_rows(mode):
     assert_parity(random_rows(10_000, 1), RewardConfig(mode=mode), 1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 @pytest.mark.parametrize("numbers", [OTHER_NUMBERS, SWITCHED_OFF], ids=["other numbers", "switched off"])
 def test_kernel_and_scalar_reference_agree_for_other_configurations(mode, numbers):
     assert_parity(random_rows(300, 2), numbers.with_mode(mode), 1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_float32_inputs_pay_the_same_to_five_digits(mode):
     config = RewardConfig(mode=mode)
     rows = [row for row in random_rows(1000, 3) if not near_threshold(row, config)]
     single, double = outputs_of(rows, config, torch.float32), outputs_of(rows, config)
-    assert single.total.dtype == single.breakdown.dtype == single.info.dtype == torch.float32
+    assert single.total.dtype == single.breakdown.dtype == torch.float32
     torch.testing.assert_close(single.total.double(), double.total, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_values(mode):
     optional = ("seed_contribution", "total_improvement", "counterfactual_improvement", "stage_improvement",
                 "interaction_sum", "stable_val_acc", "escrow_credit", "effective_seed_params", "alpha_delta_sq_sum",
@@ -80,13 +78,11 @@ def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_value
         rows += replace_rows(rows[:2], **dict.fromkeys(missing, math.nan))
     out = outputs_of(rows, RewardConfig(mode=mode))
     torch.testing.assert_close(out.breakdown.sum(-1), out.total, rtol=0, atol=1e-12)
-    for name in ("total", "breakdown", "escrow_next", "drip_opened"):
+    for name in ("total", "breakdown", "escrow_next", "deferred_opened"):
         assert torch.isfinite(getattr(out, name)).all(), name
-    others = [index for index, name in enumerate(REWARD_INFO) if name != "progress"]
-    assert torch.isfinite(out.info[:, others]).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_a_row_is_paid_the_same_bit_for_bit_in_any_company(mode):
     rows, config = list(random_rows(301, 5)), RewardConfig(mode=mode)
     whole = outputs_of(rows, config)
@@ -98,7 +94,7 @@ def test_a_row_is_paid_the_same_bit_for_bit_in_any_company(mode):
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), value, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_seed_fields_of_rows_without_a_seed_are_never_read(mode):
     config = RewardConfig(mode=mode)
     blank = replace_rows(random_rows(300, 6), has_seed=False, stage=1)
@@ -125,7 +121,7 @@ def fourteen_arguments(rows):
 def test_the_first_fourteen_arguments_are_enough_for_shaped():
     rows = [host_row(action=int(Op.WAIT), epoch=3, max_epochs=9, val_acc=50, seed_contribution=2, total_improvement=4,
                      **seed(4, 3, 3, 10, 3))]  # fmt: skip
-    out = compute_reward_batched(*fourteen_arguments(rows), 3, 9, RewardConfig().pack())
+    out = compute_reward_batched(*fourteen_arguments(rows), 3, 9, RewardConfig(mode="shaped").pack())
     # attribution 2 * timing(0) = 0.8, potential 0.0834; without a gate signal no discount and no ratio penalty
     assert dict(zip(REWARD_TERMS, out.breakdown[0].tolist(), strict=True)) == pytest.approx(
         dict.fromkeys(REWARD_TERMS, 0.0) | {"attribution": 0.8, "potential": 0.0834}
@@ -137,14 +133,14 @@ def test_missing_arguments_mean_missing_in_every_row():
         random_rows(200, 8), counterfactual_improvement=math.nan, stage_improvement=math.nan,
         interaction_sum=math.nan, stable_val_acc=math.nan, escrow_credit=math.nan, total_params=0.0, host_params=0.0,
         effective_seed_params=math.nan, alpha_delta_sq_sum=math.nan, num_active=0, num_fossilized=0,
-        num_contributing=0, committed_acc=math.nan, fossilized_params=0.0, potential_prev=0.0, epoch=4,
+        num_contributing=0, committed_acc=math.nan, fossilized_params=0.0, epoch=4,
     )  # fmt: skip
-    for mode in MODES:
+    for mode in KERNEL_MODES:
         if mode == "loss":
             continue
         weights = RewardConfig(mode=mode).pack()
         short = compute_reward_batched(*fourteen_arguments(rows), 4, 30, weights, mode=mode)
-        full = kernel_arguments(rows) | {"drip_scales": None, "drip_contributions": None}
+        full = kernel_arguments(rows) | {"deferred_scales": None, "deferred_contributions": None}
         long = compute_reward_batched(**full, config_weights=weights, mode=mode)
         torch.testing.assert_close(short.breakdown, long.breakdown, rtol=0, atol=0)
 
@@ -154,39 +150,8 @@ def test_suspicions_are_flagged_and_never_paid():
                      counterfactual_improvement=-1, **seed(6, 1, 4, 5, 18))  # fmt: skip
     leaning = dataclasses.replace(toxic, seed_contribution=6.0, counterfactual_improvement=0.8)
     honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
-    out = outputs_of([toxic, leaning, honest], RewardConfig())
+    out = outputs_of([toxic, leaning, honest], RewardConfig(mode="shaped"))
     assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
-    assert output_of(toxic, "objective").flags.tolist() == [[False, True]]
-
-
-def test_unknown_modes_and_foreign_weights_are_refused():
-    weights = RewardConfig().pack()
-    with pytest.raises(ConfigError, match="did you mean 'shaped'"):
-        check_static("shapd", "harmonic", weights)
-    with pytest.raises(ConfigError, match="attribution"):
-        check_static("shaped", "geometric", weights)
-    with pytest.raises(ValueError, match=r"LossRewardConfig\.pack"):
-        check_static("loss", "harmonic", weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("val_accs", torch.zeros(3), ValueError),
-        ("val_accs", torch.zeros(2, 1), ValueError),
-        ("drip_scales", torch.zeros(2), ValueError),
-        ("stages", torch.zeros(2, dtype=torch.int32), TypeError),
-        ("has_seed_mask", torch.zeros(2, dtype=torch.int64), TypeError),
-        ("num_active", torch.zeros(2), TypeError),
-        ("val_losses", torch.zeros(2, dtype=torch.int64), TypeError),
-    ],
-)
-def test_arguments_of_a_wrong_shape_or_dtype_are_refused_by_name(name, value, error):
-    given = kernel_arguments(list(random_rows(2, 9)))
-    given = {key: column for key, column in given.items() if key not in ("epoch", "max_epochs")}
-    check_arguments(given)
-    with pytest.raises(error, match=name):
-        check_arguments(given | {name: value})
 
 
 class NoHostRead(TorchDispatchMode):
@@ -199,7 +164,7 @@ class NoHostRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_the_kernel_never_reads_a_value_back(mode):
     config = RewardConfig(mode=mode)
     weights = config.loss.pack() if mode == "loss" else config.pack()
@@ -208,7 +173,7 @@ def test_the_kernel_never_reads_a_value_back(mode):
         compute_reward_batched(**given, config_weights=weights, mode=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_weights_may_be_float32(mode):
     config = RewardConfig(mode=mode)
     weights = config.loss.pack() if mode == "loss" else config.pack()
@@ -223,12 +188,13 @@ def test_weights_may_be_float32(mode):
 TRACED = """
 import torch
 from esper.simic.rewards import compute_reward_batched
-from esper.simic.rewards.config import MODES, RewardConfig
+from esper.simic.rewards.modes import KERNEL_MODES
+from esper.simic.rewards.reward_config import RewardConfig
 from reference.rewards.golden import kernel_arguments
 from reward_toys import random_rows
 
 given = kernel_arguments(list(random_rows(16, 12)))
-for mode in MODES:
+for mode in KERNEL_MODES:
     config = RewardConfig(mode=mode)
     weights = config.loss.pack() if mode == "loss" else config.pack()
     torch._dynamo.reset()  # no graph of another mode counts as a recompilation
@@ -236,7 +202,7 @@ for mode in MODES:
     eager = compute_reward_batched(**given, config_weights=weights, mode=mode)
     for got, want in zip(whole(**given, config_weights=weights, mode=mode), eager, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
-print(len(MODES), "modes")
+print(len(KERNEL_MODES), "modes")
 """
 
 
@@ -247,12 +213,12 @@ def test_torch_compile_traces_the_kernel_as_one_graph():
         [sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    assert done.stdout == f"{len(MODES)} modes\n", done.stderr
+    assert done.stdout == f"{len(KERNEL_MODES)} modes\n", done.stderr
 
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # raised by the compiler's own imports
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_the_kernel_compiles_to_one_graph_with_the_same_answer(mode):
     config = RewardConfig(mode=mode)
     weights = config.loss.pack() if mode == "loss" else config.pack()

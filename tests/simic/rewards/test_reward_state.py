@@ -62,7 +62,7 @@ def test_step_and_scalar_reference_agree_on_terms_and_memory_through_an_episode(
             assert tuple(out.flags[n].tolist()) == want.flags
             for s, memo in enumerate(memory.slots):
                 assert state.escrow[n, s].item() == pytest.approx(memo.escrow, abs=1e-9)
-                assert state.drip_scale[n, s].item() == pytest.approx(memo.drip_scale, abs=1e-9)
+                assert state.deferred_scale[n, s].item() == pytest.approx(memo.deferred_scale, abs=1e-9)
                 if state.ledger.shape[2]:
                     ledger = [memo.ledger.get(step, 0.0) for step in range(1, STEPS + 1)]
                     assert state.ledger[n, s].tolist() == pytest.approx(ledger, abs=1e-9)
@@ -176,11 +176,11 @@ def test_the_potential_of_a_seed_that_never_blended_is_taken_back_at_the_end(mod
     # lent: 0.3 * gamma at age 0, now twelve steps ago: -0.3 * gamma^(1 - 12) = -0.3170059
     young = SlotRow(stage=3, prev_stage=2, epochs_in_stage=10, age=12, params=10)
     terms, _ = one_step(host(EMPTY, young, epoch=60), mode)
-    assert terms["germination_clawback"] == pytest.approx(-0.3170059, abs=6e-8)
-    assert "germination_clawback" not in one_step(host(EMPTY, young, epoch=59), mode)[0]
+    assert terms["germination_refund"] == pytest.approx(-0.3170059, abs=6e-8)
+    assert "germination_refund" not in one_step(host(EMPTY, young, epoch=59), mode)[0]
     pruned, _ = one_step(host(EMPTY, young, epoch=60, op=Op.PRUNE, target=1), mode)
-    assert "germination_clawback" not in pruned
-    assert "germination_clawback" not in one_step(host(EMPTY, young, epoch=60), mode, disable_pbrs=True)[0]
+    assert "germination_refund" not in pruned
+    assert "germination_refund" not in one_step(host(EMPTY, young, epoch=60), mode, disable_pbrs=True)[0]
 
 
 def test_each_seed_lost_without_a_request_costs():
@@ -209,13 +209,13 @@ def test_a_pool_opens_with_the_bonus_and_pays_from_the_next_step():
     terms, state = one_step(host(ripe, EMPTY, op=Op.FOSSILIZE, cf_total=2.0), "basic_plus")
     # full = 0.3 + 0.5 * 2 = 1.3; 30 % at once, 0.91 over 40 steps
     assert terms["action"] == pytest.approx(0.39)
-    assert "drip" not in terms
-    assert state.drip_scale.tolist() == [[pytest.approx(0.91 / 40), 0.0]]
+    assert "deferred_bonus" not in terms
+    assert state.deferred_scale.tolist() == [[pytest.approx(0.91 / 40), 0.0]]
     fossil = dataclasses.replace(ripe, stage=7, prev_stage=6, epochs_in_stage=0, prev_epochs=5, age=18)
     terms, state = one_step(host(fossil, EMPTY, epoch=21, target=1), "basic_plus", state)
-    assert terms["drip"] == pytest.approx(0.91 / 40 * 2)
+    assert terms["deferred_bonus"] == pytest.approx(0.91 / 40 * 2)
     silent = dataclasses.replace(fossil, contribution=NAN)
-    assert "drip" not in one_step(host(silent, EMPTY, epoch=22), "basic_plus", state)[0]
+    assert "deferred_bonus" not in one_step(host(silent, EMPTY, epoch=22), "basic_plus", state)[0]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "objective"])
@@ -247,6 +247,6 @@ def test_restored_fossils_move_no_alpha_after_a_reset():
 
 
 def test_named_terms_of_an_idle_host_are_empty():
-    config = RewardConfig()
+    config = RewardConfig(mode="shaped")
     out, _ = reward_step(reward_inputs([host(EMPTY)]), initial_state(1, 1, 60, CPU, config), config)
     assert named(out) == {}

@@ -8,12 +8,12 @@ from reward_toys import host_row, named, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, make_reward, reward_step
-from reference.rewards.golden import outputs_of
+from reference.rewards.golden import info_of, outputs_of
 from reference.rewards.modes import reward_of_row
-from reference.rewards.row import DripPool
+from reference.rewards.row import DeferredPool
 from reference.rewards.step import HostStep, SlotRow
 
-SHAPED, ESCROW = RewardConfig(), RewardConfig(mode="escrow")
+SHAPED, ESCROW = RewardConfig(mode="shaped"), RewardConfig(mode="escrow")
 BASIC, PLUS = RewardConfig(mode="basic"), RewardConfig(mode="basic_plus")
 LOSS = RewardConfig(mode="loss", loss=LOSS_PRESETS["cifar10"])
 
@@ -40,7 +40,7 @@ BLENDED = seed(4, 3, 3, 10, 14)
 ESCROWED = row(
     Op.WAIT, 40, BLENDED, c=3, g=3, val_acc=64, stable_val_acc=63.5, p=2, escrow_credit=0.4, num_active=1, o=6390
 )
-PLUS_POOL = DripPool(scale=0.84 / 110, contribution=3.0)
+PLUS_POOL = DeferredPool(scale=0.84 / 110, contribution=3.0)
 FOSSILIZE_BASIC = row(Op.FOSSILIZE, 60, seed(6, 3, 4, 5, 0), c=2.4, g=2, o=8390)
 change = dataclasses.replace
 
@@ -183,14 +183,14 @@ EXAMPLES = {
     24: (BASIC, FOSSILIZE_BASIC, {"potential": 0.0804, "rent": -0.001678, "action": 0.8345455}, 0.9132675),
     25: (
         PLUS,
-        change(FOSSILIZE_BASIC, drip_pools=(PLUS_POOL,)),
-        {"potential": 0.0804, "rent": -0.001678, "action": 0.2503636, "drip": 0.0229091},
+        change(FOSSILIZE_BASIC, deferred_pools=(PLUS_POOL,)),
+        {"potential": 0.0804, "rent": -0.001678, "action": 0.2503636, "deferred_bonus": 0.0229091},
         0.3519947,
     ),
     26: (
         PLUS,
-        row(Op.WAIT, 150, acc_delta=7, o=8390, drip_pools=(change(PLUS_POOL, contribution=-9.0),)),
-        {"terminal": 0.35, "rent": -0.001678, "drip": -0.05},
+        row(Op.WAIT, 150, acc_delta=7, o=8390, deferred_pools=(change(PLUS_POOL, contribution=-9.0),)),
+        {"terminal": 0.35, "rent": -0.001678, "deferred_bonus": -0.05},
         0.298322,
     ),
     27: (
@@ -238,7 +238,7 @@ def test_a_worked_example_is_paid_by_kernel_and_scalar_reference(number):
 
 def test_the_discount_of_example_8_is_the_sigmoid_of_three_times_the_gate_signal():
     config, given, _, _ = EXAMPLES[8]
-    assert outputs_of([given], config).info[0, 0].item() == pytest.approx(0.2314752, abs=6e-8)
+    assert info_of([given], config)["discount"].item() == pytest.approx(0.2314752, abs=6e-8)
 
 
 def test_examples_19_to_21_leave_the_account_at_its_target_at_the_bound_and_empty():
@@ -248,7 +248,7 @@ def test_examples_19_to_21_leave_the_account_at_its_target_at_the_bound_and_empt
 
 def test_example_25_opens_a_pool_that_pays_over_the_ninety_steps_that_are_left():
     config, given, _, _ = EXAMPLES[25]
-    for opened in (outputs_of([given], config).drip_opened.item(), reward_of_row(given, config).drip_opened):
+    for opened in (outputs_of([given], config).deferred_opened.item(), reward_of_row(given, config).deferred_opened):
         assert opened == pytest.approx(0.0064909, abs=6e-8)
         assert opened * 90 == pytest.approx(0.5841818, abs=6e-7)
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.simic.telemetry.aggregation import aggregate_ppo_metrics
-from esper.simic.telemetry.metrics import METRIC_NAMES, METRICS, metric_row
+from esper.simic.metrics import METRIC_NAMES, METRICS, aggregate_ppo_metrics, metric_row
 
 
 def row(**values: float) -> torch.Tensor:

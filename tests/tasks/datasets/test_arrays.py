@@ -12,7 +12,7 @@ from esper.leyline.errors import DataError
 from esper.tasks.datasets import Dataset, arrays
 from esper.tasks.datasets.arrays import from_arrays, stored
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.objectives import Classification, MeanSquaredError, NextToken
+from esper.tasks.losses import Classification, MeanSquaredError, NextToken
 
 THREE = Classification(3)
 
@@ -147,9 +147,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("train", "changes", "complaint"), BAD, ids=range(len(BAD)))
-def test_bad_data_are_refused_with_the_field_and_what_was_found(train, changes, complaint):
-    with pytest.raises(DataError, match=complaint):
+@pytest.mark.parametrize(("train", "changes", "said"), BAD, ids=range(len(BAD)))
+def test_bad_data_are_refused_with_the_field_and_what_was_found(train, changes, said):
+    with pytest.raises(DataError, match=said):
         load(train, **changes)
 
 
@@ -251,14 +251,9 @@ class Noisy:
         return x.flip(0) if self.draw() < 0.1 else x, index % 3
 
 
-def _own_generator() -> Callable[[], float]:
-    return np.random.default_rng(0).random
-
-
-@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.random, _own_generator()])
-def test_random_transforms_are_frozen_with_a_warning_that_names_augmentation(draw):
+def test_random_transforms_are_frozen_with_a_warning_that_names_augmentation():
     with pytest.warns(UserWarning, match=r"mine.train gives other examples when it is read again.*augmentation="):
-        load(Noisy(draw))
+        load(Noisy(np.random.default_rng(0).random))
 
 
 def test_random_transforms_are_frozen_alike_in_every_process_and_leave_the_generators_alone():

@@ -9,7 +9,7 @@ import torch
 
 from esper.leyline.errors import DataError
 from esper.tasks.datasets import fashion_mnist
-from esper.tasks.datasets.fashion_mnist import FILES, SOURCE
+from esper.tasks.datasets.fashion_mnist import FILES, SOURCE, read_idx
 
 
 def touch_all(folder: Path, suffix: str = "") -> None:
@@ -52,14 +52,17 @@ def test_a_missing_folder_is_named(tmp_path):
         fashion_mnist.load(tmp_path / "nowhere", run_seed=0)
 
 
-def test_without_a_folder_there_is_no_data():
+def test_without_a_folder_there_is_not_a_data():
     with pytest.raises(DataError, match="no folder was named"):
         fashion_mnist.load(None, run_seed=0)
 
 
+def idx_bytes(array: np.ndarray, kind: int = 8) -> bytes:
+    return bytes([0, 0, kind, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
 def write_idx(path: Path, array: np.ndarray) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    path.write_bytes(header + array.tobytes())
+    path.write_bytes(idx_bytes(array))
 
 
 def write_lookalike(folder: Path, num_train: int = 60_000) -> None:
@@ -87,7 +90,9 @@ def test_a_stratified_tenth_of_the_training_set_is_held_out(tmp_path):
 
 def test_a_data_set_of_another_size_is_refused(tmp_path):
     write_lookalike(tmp_path, num_train=500)
-    with pytest.raises(DataError, match="found images of 500 x 28 x 28, expected 60000 x 28 x 28"):
+    with pytest.raises(
+        DataError, match=r"found an idx file of 500 x 28 x 28 .*, expected an idx file of 60000 x 28 x 28"
+    ):
         fashion_mnist.load(tmp_path, run_seed=0)
 
 
@@ -133,3 +138,63 @@ def test_another_folder_is_another_data_set_however_much_the_files_look_alike(tm
         old.unlink()
     here.rmdir()
     assert first_pixels(write(here, 5)) == {5}
+
+
+# -- idx files ---------------------------------------------------------------------------------------------------------
+
+IMAGES = np.arange(2 * 3 * 260, dtype=np.uint8).reshape(2, 3, 260)  # a size with two bytes
+GOOD = idx_bytes(IMAGES)
+PACKED = gzip.compress(GOOD, mtime=0)  # it is part of the names of tests, which every process must give alike
+
+
+@pytest.mark.parametrize(("name", "content"), [("images", GOOD), ("images.gz", PACKED)])
+def test_a_plain_or_compressed_file_is_read_row_by_row(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert np.array_equal(read_idx(tmp_path / name, IMAGES.shape), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty", b"", r"found a file that begins with the bytes \(none\), expected an idx file of 2 x 3 x 260"),
+        (
+            "text",
+            b"<html>not found</html>",
+            "begins with the bytes 60 104 116 109, expected an idx file of 2 x 3 x 260",
+        ),
+        ("labels", idx_bytes(IMAGES[0, 0, :2]), "found an idx file of 2 values of type 8, expected"),
+        (
+            "floats",
+            idx_bytes(IMAGES.astype(">f4"), kind=13),
+            "of 2 x 3 x 260 values of type 13, expected .* unsigned bytes",
+        ),
+        ("turned", idx_bytes(IMAGES.reshape(3, 2, 260)), "3 x 2 x 260 .* this is another data set"),
+        ("header", GOOD[:10], "begins with the bytes 0 0 8 3"),
+        ("short", GOOD[:-1], "found 1559 values, expected .* the data are truncated"),
+        ("long", GOOD + b"\0", "found 1561 values, expected .* the data are followed by other bytes"),
+        ("plain.gz", GOOD, "expected a complete gzip file, found a damaged one"),
+        ("cut.gz", PACKED[:-5], "expected a complete gzip file, found a damaged one"),
+        ("flipped.gz", PACKED[:14] + b"\xff\xff" + PACKED[16:], "found a damaged one"),
+        ("tail.gz", PACKED + b"more", "expected a complete gzip file, found a damaged one"),
+    ],
+)
+def test_a_broken_file_is_named_with_what_was_found_and_expected(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=said) as caught:
+        read_idx(path, IMAGES.shape)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_in_its_place_are_refused(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_idx(path, (1,))
+
+
+def test_labels_outside_the_classes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "SIDE", 2)
+    write_idx(tmp_path / "images", np.zeros((2, 2, 2), np.uint8))
+    write_idx(tmp_path / "labels", np.array([10, 0], dtype=np.uint8))
+    with pytest.raises(DataError, match=r"found the label 10, expected 0\.\.9"):
+        fashion_mnist.read_labelled_images(tmp_path / "images", tmp_path / "labels", 2)

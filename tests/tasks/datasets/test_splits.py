@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets.splits import largest_remainder, stratified_split
+from esper.tasks.datasets import largest_remainder, stratified_split
 
 
 def test_largest_remainder_gives_the_left_over_seats_to_the_largest_fractions():

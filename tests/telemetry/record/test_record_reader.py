@@ -1,4 +1,4 @@
-"""The record of real runs of seconds: complete, interrupted, damaged, without parts, and of a later version."""
+"""The record of real runs of seconds: complete, interrupted, killed, damaged, and of another version."""
 
 import json
 import math
@@ -12,9 +12,10 @@ import pytest
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import QueryError, RunDirectoryError
 from esper.runs.records import Records
-from esper.telemetry.record import Record, open_record
-from esper.telemetry.record.parts import Part, parts_in
-from esper.telemetry.record.schema import TABLES
+from esper.telemetry.record.reader import Record, open_record
+from esper.telemetry.record.schema import STORED, TABLES
+from esper.telemetry.record.writer import part_of
+from esper.telemetry.run_directory import RECORD
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -60,10 +61,6 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 def lines(run: Path, name: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def part_of(run: Path, kind: str = "steps") -> Path:
-    return next(run / "record" / part.name for part in parts_in(run / "record") if part.kind == kind)
 
 
 def test_every_table_begins_with_the_run_and_has_the_columns_of_the_schema(record: Record) -> None:
@@ -219,28 +216,27 @@ def test_only_the_record_can_be_read_and_nothing_is_written(record: Record, tmp_
     assert record.query("SELECT count(*) AS n FROM runs") == [{"n": 1}]
 
 
-def test_a_damaged_part_is_named_and_the_rest_is_shown(copy: Path) -> None:
-    part = part_of(copy)
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize(("number", "fault"), [(1, "is damaged"), (2, "is damaged"), (ROUNDS, "is missing")])
+def test_a_part_that_is_damaged_or_missing_is_named_and_the_rest_is_shown(
+    copy: Path, kind: str, number: int, fault: str
+) -> None:
+    part = part_of(copy / RECORD, kind, number)
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(bytes(content))
-    with open_record([copy]) as record:
-        assert any(part.name in line and "is damaged" in line for line in record.complaints)
-        assert any("no rows for round 1, step 1 to round 3, step 8" in line for line in record.complaints)
-        assert record.query("SELECT count(*) AS n FROM rounds") == [{"n": ROUNDS}]
-        assert record.query("SELECT count(*) > 0 AS some FROM slots") == [{"some": True}]
-
-
-def test_a_missing_part_is_named_by_its_steps(copy: Path) -> None:
-    part_of(copy).unlink()
-    part_of(copy, "slots").unlink()
+    if fault == "is missing":
+        part.unlink()
     with open_record([copy]) as record:
         (line,) = record.complaints
-        assert "no rows for round 1, step 1 to round 3, step 8" in line
+        assert f"{part.name} {fault}" in line
+        assert record.query("SELECT count(*) AS n FROM rounds") == [{"n": ROUNDS}]
+        shown = record.query(f"SELECT DISTINCT round FROM {kind} ORDER BY round")
+    assert [row["round"] for row in shown] == [n for n in range(1, ROUNDS + 1) if n != number]
 
 
 def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -> None:
-    part = part_of(copy)
+    part = part_of(copy / RECORD, "steps", 1)
     target = part.rename(tmp_path / "elsewhere.parquet")
     part.symlink_to(target)
     events = copy / "events.jsonl"
@@ -249,7 +245,7 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
     with open_record([copy]) as record:
         assert any(part.name in line and "not a regular file" in line for line in record.complaints)
         assert any("events.jsonl is not a regular file" in line for line in record.complaints)
-        assert record.query("SELECT * FROM steps") == record.query("SELECT * FROM episodes") == []
+        assert record.query("SELECT * FROM steps WHERE round = 1") == record.query("SELECT * FROM episodes") == []
 
 
 def test_a_folder_that_is_a_link_is_refused(copy: Path, tmp_path: Path) -> None:
@@ -257,24 +253,23 @@ def test_a_folder_that_is_a_link_is_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "record").symlink_to(tmp_path / "elsewhere")
     with open_record([copy]) as record:
         assert any("is a link" in line for line in record.complaints)
+        assert record.query("SELECT * FROM steps") == []
 
 
-def test_a_record_of_a_later_version_says_so_and_shows_what_it_can(copy: Path) -> None:
-    for file in list((copy / "record").glob("*.parquet")):
-        file.rename(file.with_name(file.name.replace("-v1-", "-v9-")))
-    about = copy / "record" / "about.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"version": "7.5"}))
+def test_a_run_of_another_version_is_refused(copy: Path) -> None:
+    about = copy / "about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"format": 99, "version": "7.5"}))
+    with pytest.raises(RunDirectoryError, match=r"was written in format 99 by esper 7\.5, but .* open it with"):
+        open_record([copy])
+
+
+def test_a_record_that_was_deleted_is_named_in_few_lines(copy: Path) -> None:
+    shutil.rmtree(copy / RECORD)
     with open_record([copy]) as record:
-        (line,) = record.complaints
-        assert "was recorded by esper 7.5 (record version 9; this one knows 1)" in line
-        assert record.query("SELECT count(*) AS n FROM steps") == [{"n": HOSTS * STEPS * ROUNDS}]
-
-
-def test_a_run_without_parts_has_empty_tables_of_steps_and_says_which_steps_are_missing(copy: Path) -> None:
-    shutil.rmtree(copy / "record")
-    with open_record([copy]) as record:
-        (line,) = record.complaints
-        assert "no rows for round 1, step 1 to round 3, step 8" in line
+        assert [line.split(" ", 1)[1] for line in record.complaints] == [
+            f"is missing (also those of {ROUNDS - 1} later rounds); its rows are left out. Restore it from a backup to "
+            "see them."
+        ] * len(STORED)
         for table in ("steps", "decisions", "rewards", "slots", "seeds", "coalitions"):
             assert record.query(f"SELECT * FROM {table}") == []
         assert record.query("SELECT count(*) AS n FROM episodes") == [{"n": HOSTS * ROUNDS}]
@@ -316,7 +311,7 @@ def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None
     assert [tuple(row.values()) for row in rows] == [("a", "trained", 61.0), ("b", "trained", 61.0)]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.toml"):
         open_record([tmp_path])
 
@@ -331,22 +326,44 @@ def test_a_frame_has_the_rows(record: Record, library: str) -> None:
     assert missing is None or math.isnan(missing)
 
 
+def require_same_rows(path: Path, expected: Path) -> None:
+    with open_record([path]) as found, open_record([expected]) as whole:
+        for table in ("steps", "decisions", "slots", "coalitions", "rewards", "seeds"):
+            everything = f"SELECT * EXCLUDE run FROM {table} ORDER BY ALL"
+            assert repr(found.query(everything)) == repr(whole.query(everything))
+        assert found.complaints == []
+
+
 def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path, run: Path) -> None:
     path = tmp_path / "stopped"
     with interrupted_at(2, 4):
         assert train(path, "null", ROUNDS) == 130
-    assert {part.last for part in parts_in(path / "record")} == {(2, 5)}  # the step after the signal
+    with open_record([path]) as record:  # the step after the signal is the last
+        assert record.query("SELECT max(t) AS t FROM steps WHERE round = 2") == [{"t": 5}]
+        assert record.complaints == []
     assert resume(path) == 0
-    everything = "SELECT * EXCLUDE run FROM {} ORDER BY ALL"
-    with open_record([path]) as found, open_record([run]) as expected:
-        for table in ("steps", "decisions", "slots", "coalitions", "rewards", "seeds"):
-            assert repr(found.query(everything.format(table))) == repr(expected.query(everything.format(table)))
-        assert found.complaints == []
+    require_same_rows(path, run)
 
 
-def test_part_names_say_what_is_inside() -> None:
-    part = Part("steps", (1, 1), (1000000, 60), 0xABC)
-    assert part.name == "steps-000001.0001-1000000.0060-v1-00000abc.parquet"
-    assert Part.of_name(part.name) == part
-    assert Part.of_name("secrets-000001.0001-000001.0060-v1-00000abc.parquet") is None
-    assert Part.of_name(".steps-000001.0001-000001.0060-v1-00000abc.parquet.draft-1") is None
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(tmp_path: Path, run: Path, begun: bool) -> None:
+    path = tmp_path / "killed"
+    assert train(path, "null", ROUNDS, "--checkpoint-every", "1") == 0
+    newest = max(path.glob("checkpoints/round-*"))
+    newest.unlink()  # as if the process had been killed just before it was written
+    (path / "summary.json").unlink()
+    if begun:  # with a part whose round has no line yet
+        lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (path / "metrics.jsonl").write_text("".join(lines[:-1]))
+        with open_record([path]) as record:
+            assert record.complaints == []
+    assert resume(path) == 0
+    require_same_rows(path, run)
+
+
+def test_a_part_that_was_deleted_is_named_also_after_a_resume(copy: Path) -> None:
+    part_of(copy / RECORD, "steps", 2).unlink()
+    assert resume(copy, "--rounds", str(ROUNDS + 1)) == 0
+    with open_record([copy]) as record:
+        (line,) = record.complaints
+        assert "steps-000002.parquet is missing" in line

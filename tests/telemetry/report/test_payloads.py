@@ -3,9 +3,7 @@ import os
 
 import pytest
 
-from esper.telemetry.report.hosts import segments
-from esper.telemetry.report.payloads import PAYLOADS, payload
-from esper.telemetry.report.views import LONGEST_PHASE, POINTS, Rounds, rounds_of
+from esper.telemetry.report.payloads import LONGEST_PHASE, PAYLOADS, POINTS, Rounds, payload, rounds_of, segments
 from toy_record import ToyRecord, full_record
 
 

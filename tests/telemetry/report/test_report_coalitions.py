@@ -1,6 +1,6 @@
 import pytest
 
-from esper.telemetry.report.coalitions import shapley, waterfall
+from esper.telemetry.report.payloads import shapley, waterfall
 
 NONE, A, B, AB = frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")
 

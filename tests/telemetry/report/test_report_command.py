@@ -27,7 +27,7 @@ def payload(page: Path, name: str) -> object:
 def test_a_run_becomes_one_page_and_pictures_and_stays_as_it_was(run, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     before = contents(run)
-    assert main(["report", str(run), "--out", str(tmp_path / "x.html"), "--figures", str(tmp_path)]) == 0
+    assert main(["report", str(run), "--out", str(tmp_path / "x.html"), "--figures"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "x.html: 0." in out
@@ -70,7 +70,8 @@ def test_what_is_left_of_a_damaged_run_is_shown_with_a_sentence(run, tmp_path, c
 def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
     killed = tmp_path / "killed"
     killed.mkdir()
-    shutil.copy(run / "config.toml", killed)
+    for name in ("config.toml", "about.json"):
+        shutil.copy(run / name, killed)
     assert main(["report", str(killed)]) == 0
     assert payload(killed / "report.html", "runs")[0]["last"] is None
     assert "no checkpoint yet" in payload(killed / "report.html", "importance")["killed"]["why"]
@@ -92,7 +93,6 @@ def test_what_the_controller_looks_at_can_be_left_out(run, tmp_path):
         (["{run}", "--num-envs", "1"], "expected at least 2, or 0"),
         (["{run}", "--out", "{tmp}/missing/x.html"], "cannot be written"),
         (["{run}", "--out", "{tmp}"], "cannot be written"),
-        (["{run}", "--out", "{tmp}/x.html", "--figures", "{run}/config.toml"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_way_out(run, tmp_path, capsys, arguments, words, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import RunDirectoryError
-from esper.telemetry.record import Record
+from esper.telemetry.record.reader import Record
 from esper.telemetry.serve.overview import POINTS, Overview, thinned
 from esper.telemetry.serve.payloads import LIVE
 from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of
@@ -41,7 +41,7 @@ def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(
     (tmp_path / "file.txt").touch()
     (note,) = Runs(tmp_path).notes()
     assert "holds no run yet" in note
-    assert "esper train --run-dir" in note
+    assert "esper train --out" in note
 
 
 @pytest.mark.parametrize("name", ["missing", "file.txt"])

@@ -1,15 +1,21 @@
-"""An executor beside the streamed one, on the same seeds: passes, weights, measurements, whole runs."""
+"""An executor beside the streamed one, on the same seeds: passes, weights, measurements, whole runs.
+
+The streamed result of a case is computed once for all executors.
+"""
 
 import itertools
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
-from tiny import Bench, engine, same_tree
+from tiny import Bench, adamw, engine, same_tree
 from toys import ToyClient, script
 
 ALL = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
@@ -22,42 +28,31 @@ CONDITIONS = [
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 
 
-def same_pass(a, b, atol=2e-5):
-    for (name, x), (_, y) in zip(named_tensors(a), named_tensors(b), strict=True):
-        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+class Case(NamedTuple):
+    """What grows on N hosts, for how many epochs, with which settings of the bench."""
+
+    grow: Callable[[Bench], None]
+    num_envs: int = 3
+    epochs: int = 2
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def bench(self) -> Bench:
+        bench = Bench(self.num_envs, **dict(self.settings))
+        self.grow(bench)
+        return bench
 
 
-def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
-    """Grow the same seeds on two benches, train one streamed and one as `wrap` says, compare all."""
-    streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
-    for bench in (streamed, other):
-        grow(bench)
-    assert same_tree(other.population.state_dict(), streamed.population.state_dict()), "they start with other weights"
-    executor = wrap(other.executor.data)
-    for t in range(1, epochs + 1):
-        same_pass(executor.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))
-    for name, want in streamed.population.state_dict().items():
-        torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
-    found, want = streamed.measure(fossils_as_players=True)
-    other.executor.apply_structure(other.structure(found))
-    outputs = executor.evaluate(epochs, other.slots, found)
-    torch.testing.assert_close(outputs.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(outputs.loss, want.loss, atol=1e-4, rtol=1e-4)
-    committed, expected = (
-        one.committed("test", of.slots) for one, of in ((executor, other), (streamed.executor, streamed))
-    )
-    torch.testing.assert_close(committed.accuracy, expected.accuracy, atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(committed.loss, expected.loss, atol=1e-4, rtol=1e-4)
+TWELVE = len(CONDITIONS) * len(ALGORITHMS)
 
 
-def compare_in_every_stage_and_blend(wrap, blueprint):
-    """Twelve hosts with the same seed, each in another stage or with another blend."""
+def in_every_stage_and_blend(blueprint: str, slot: str = "r0c1") -> Callable[[Bench], None]:
+    """Grows the same seed in twelve hosts, each in another stage or with another blend."""
 
     def grow(bench):
         for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
-            bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+            bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
 
-    compare(wrap, grow, num_envs=len(CONDITIONS) * len(ALGORITHMS), epochs=1)
+    return grow
 
 
 def grow_different_seeds(bench):
@@ -70,6 +65,76 @@ def grow_different_seeds(bench):
     bench.grow("r1c0", "depthwise", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[3])
 
 
+def grow_frozen(bench):
+    """The seed of host 1 keeps its weights while the others of its kind learn."""
+    bench.grow("r0c0", "conv_small", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE)
+    bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
+
+
+CASES = {
+    **{name: Case(in_every_stage_and_blend(name), TWELVE, epochs=1) for name in ALL},
+    "different seeds": Case(grow_different_seeds, num_envs=5),
+    "two moments": Case(grow_different_seeds, num_envs=5, settings=(("optimizer", adamw()),)),
+    "a frozen seed": Case(grow_frozen),
+}
+
+
+def same_pass(a, b, atol=2e-5):
+    for (name, x), (_, y) in zip(named_tensors(a), named_tensors(b), strict=True):
+        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class Streamed(NamedTuple):
+    """The hosts before training, the passes, the hosts after them, and what was measured."""
+
+    start: dict[str, torch.Tensor]
+    passes: list[Any]
+    end: dict[str, torch.Tensor]
+    found: Any
+    measured: Any
+    committed: Any
+
+
+def streamed(case: Case) -> Streamed:
+    """The case host by host."""
+    bench = case.bench()
+    start = {name: x.clone() for name, x in bench.population.state_dict().items()}
+    passes = [bench.executor.train_epoch(t, bench.slots) for t in range(1, case.epochs + 1)]
+    end = {name: x.clone() for name, x in bench.population.state_dict().items()}
+    found, measured = bench.measure(fossils_as_players=True)
+    return Streamed(start, passes, end, found, measured, bench.executor.committed("test", bench.slots))
+
+
+streamed_once = cache(streamed)
+"""For the cases of the table."""
+
+
+def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
+    """Train and measure what `grow` grows as `wrap` says, and compare all with the streamed executor."""
+    case = Case(grow, num_envs, epochs, tuple(settings.items()))
+    compare_case(wrap, case, streamed(case))
+
+
+def compare_case(wrap, case: Case, want: Streamed):
+    """As `compare`, with a streamed result that is known."""
+    bench = case.bench()
+    assert same_tree(bench.population.state_dict(), want.start), "they start with other weights"
+    executor = wrap(bench.executor.data)
+    for t, expected in enumerate(want.passes, start=1):
+        same_pass(executor.train_epoch(t, bench.slots), expected)
+    for name, value in want.end.items():
+        torch.testing.assert_close(bench.population.state_dict()[name], value, atol=2e-5, rtol=1e-3, msg=name)
+    valid = want.found.valid
+    executor.apply_structure(bench.structure(want.found))
+    outputs = executor.evaluate(case.epochs, bench.slots, want.found)
+    torch.testing.assert_close(outputs.accuracy[valid], want.measured.accuracy[valid], atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(outputs.loss, want.measured.loss, atol=1e-4, rtol=1e-4)
+    committed = executor.committed("test", bench.slots)
+    torch.testing.assert_close(committed.accuracy, want.committed.accuracy, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(committed.loss, want.committed.loss, atol=1e-4, rtol=1e-4)
+
+
+@cache
 def whole_run(executor):
     """Reports of the steps, test accuracies and state of an episode in which seeds grow up and become permanent."""
     germinate = (0, 1, 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))

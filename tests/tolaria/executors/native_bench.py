@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.flat_layout import parameter_layout
-from esper.tolaria.executors.native.seed_rules import RULES
-from esper.tolaria.executors.native.trial import Outcome, by_instructions, by_torch
+from esper.kasmina.parameters.layout import parameter_layout
+from esper.tolaria.executors.native.networks import Outcome, by_instructions, by_torch
+from esper.tolaria.executors.native.program import RULES
 
 DOUBLE = torch.float64
 

@@ -1,29 +1,35 @@
 """Streamed and fused executors run every host and objective: sequences, a regression, hosts around their slots."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 import torch
-from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds, same_pass
+from against_streamed import (
+    ALGORITHMS,
+    TWELVE,
+    compare,
+    grow_different_seeds,
+    in_every_stage_and_blend,
+    same_pass,
+)
 from sklearn.metrics import r2_score
 
 import tiny
 import tokens
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.objective import Scores
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
+from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.scoring import check_scores, mean_factor
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.network import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
 from tokens import TokenHostSpec, token_seeds
 from toys import ToyClient, script
@@ -70,11 +76,7 @@ def regression() -> Dataset:
 
 
 def test_fused_is_streamed_for_sequences_in_every_stage_and_blend():
-    def grow(bench):
-        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
-            bench.grow("r0c1", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-
-    compare(fused, grow, num_envs=12, epochs=1, **token_settings())
+    compare(fused, in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
 
 
 def test_fused_is_streamed_for_sequences_with_keyed_dropout_in_hosts_and_seeds():

@@ -17,7 +17,7 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.errors import StackingError
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SLOTS, Bench, bit_equal, same_tree
 
 X = tiny.dataset().train.x

@@ -13,8 +13,8 @@ import tokens
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.stages import Algorithm, HostFamily
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
 from tiny import CPU, SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
 

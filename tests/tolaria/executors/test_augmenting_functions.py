@@ -9,7 +9,7 @@ from torch import Tensor
 import tiny
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset, RandomFunction
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from tiny import CPU, SLOTS
 

@@ -13,8 +13,8 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.tasks.instances import MixedImages
-from esper.tasks.objectives import Classification
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tasks.losses import Classification
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from tiny import CLASSES
 from toys import ToyClient, script

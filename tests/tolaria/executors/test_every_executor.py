@@ -8,9 +8,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
@@ -166,7 +166,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(monkeypatch):
     bench = grown_bench("fused")
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed("test", bench.slots).accuracy[:, 0]
-    monkeypatch.setattr("esper.tolaria.executors.host_data._MAX_FLOATS_ON_CPU", 1)
+    monkeypatch.setattr("esper.tolaria.executors.network._MAX_FLOATS_ON_CPU", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)

@@ -1,21 +1,20 @@
 """Hosts with frozen parameters: streamed and fused agree, and what is frozen keeps every bit."""
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds
+from against_streamed import TWELVE, compare, grow_different_seeds, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.kasmina.parameters.stacked_layers import StackedBatchNorm, StackedConv2d
+from esper.kasmina.parameters.stacking import StackedBatchNorm, StackedConv2d
 from esper.leyline.errors import CheckpointError
 from esper.leyline.stages import SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SGD, SLOTS, Bench, bit_equal, same_tree
 from toys import ToyClient
 from user_networks import BACKBONE, Backbone
@@ -36,11 +35,8 @@ def test_fused_is_streamed_for_frozen_hosts(settings):
 
 
 def test_fused_is_streamed_for_a_seed_behind_and_before_frozen_layers_in_every_stage_and_blend():
-    def grow(bench):
-        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
-            bench.grow("r1c0", "conv_light", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-
-    compare(fused, grow, num_envs=12, epochs=1, host=host(), optimizer=tiny.adamw())
+    grow = in_every_stage_and_blend("conv_light", "r1c0")
+    compare(fused, grow, num_envs=TWELVE, epochs=1, host=host(), optimizer=tiny.adamw())
 
 
 @pytest.mark.parametrize("executor", ["streamed", "fused"])

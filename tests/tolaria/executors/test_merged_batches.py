@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import tiny
 from esper.kasmina.blueprints import registry
 from esper.leyline.errors import ConfigError
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from tiny import Bench, dataset
 

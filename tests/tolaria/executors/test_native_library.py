@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from esper.tolaria.executors.native.assembler import INSTRUCTION, Operation
-from esper.tolaria.executors.native.kernel_library import Library, cached_library, stride_of
+from esper.tolaria.executors.native.machine import Library, cached_library, stride_of
+from esper.tolaria.executors.native.program import INSTRUCTION, Operation
 
 SANITIZED = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 

@@ -1,4 +1,4 @@
-"""Working memory, threads and addresses of the native executor."""
+"""TrainingCopy memory, threads and addresses of the native executor."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tolaria.executors.native.assembler import (
+from esper.tolaria.executors.native.executor import _values_of_bytes
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, stride_of
+from esper.tolaria.executors.native.program import (
     LOCAL,
     NUM_WORKING,
     ROWS,
@@ -19,11 +21,8 @@ from esper.tolaria.executors.native.assembler import (
     Program,
     Rows,
     ShapeError,
+    images,
 )
-from esper.tolaria.executors.native.executor import _values_of_bytes
-from esper.tolaria.executors.native.kernel_library import stride_of
-from esper.tolaria.executors.native.layer_rules import images
-from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
 SPACE = NUM_WORKING
 
@@ -82,7 +81,7 @@ def squares(rows: int, unused: int) -> Program:
 
 
 def test_chunks_of_a_host_leave_nothing_in_the_empty_lanes_of_the_next_host(monkeypatch):
-    monkeypatch.setattr("esper.tolaria.executors.native.assembler._CACHED_NUMBERS", 40 * 16)
+    monkeypatch.setattr("esper.tolaria.executors.native.program._CACHED_NUMBERS", 40 * 16)
     programs = [squares(18, 4), squares(4, 0)]
     assert [program.chunk for program in programs] == [16, 80]
     out, one, spaces = torch.zeros(2, 1), torch.ones(1), Spaces(2, ONE + 1)

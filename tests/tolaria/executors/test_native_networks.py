@@ -13,11 +13,11 @@ from native_bench import DOUBLE, random_features
 
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import Algorithm, HostFamily
-from esper.tolaria.executors.native import assembler
+from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import (
     ActiveSeed,
@@ -30,7 +30,6 @@ from esper.tolaria.executors.native.networks import (
     slot_space,
     training_program,
 )
-from esper.tolaria.prefixes import plan_prefixes
 
 SLOTS = ("r0c0", "r0c1", "r1c0")  # action order; the network passes r1c0 before r0c1
 ORDER = (0, 2, 1)
@@ -155,7 +154,7 @@ def test_a_seed_of_every_kind(name, alpha, trainable, algorithm):
 @pytest.fixture
 def in_chunks(monkeypatch):
     """The batch of 37 passes through the layers in chunks of 16, 16 and 5."""
-    monkeypatch.setattr(assembler, "_CACHED_NUMBERS", 0)
+    monkeypatch.setattr("esper.tolaria.executors.native.program._CACHED_NUMBERS", 0)
 
 
 @pytest.mark.usefixtures("in_chunks")

@@ -10,9 +10,9 @@ from native_bench import DOUBLE
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
-from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Place
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import clipped_step
+from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Place
 
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")

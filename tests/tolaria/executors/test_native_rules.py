@@ -9,13 +9,17 @@ from torch import nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.blueprints.layers import GateNetwork, LayerScale
+from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import HostFamily
-from esper.tolaria.executors.native import trial
-from esper.tolaria.executors.native.assembler import Activation, Operation, Place, ShapeError
-from esper.tolaria.executors.native.layer_rules import (
+from esper.tolaria.executors.native import networks
+from esper.tolaria.executors.native.networks import by_instructions, by_torch, disagreement
+from esper.tolaria.executors.native.program import (
+    RULES,
+    Activation,
+    Operation,
+    Place,
+    ShapeError,
     activation,
     batch_norm_relu,
     convolution,
@@ -24,9 +28,8 @@ from esper.tolaria.executors.native.layer_rules import (
     linear,
     max_pool,
     mean_space,
+    problem,
 )
-from esper.tolaria.executors.native.seed_rules import RULES, problem
-from esper.tolaria.executors.native.trial import by_instructions, by_torch, disagreement
 
 BUILT_IN = [registry.blueprint_at(i, HostFamily.CNN) for i in registry.selectable(HostFamily.CNN)]
 SHAPES = [(5, 4, 4), (16, 2, 2), (37, 8, 5), (64, 1, 1)]  # lanes, height, width: full rows and ragged ones
@@ -240,7 +243,7 @@ def test_a_seed_that_does_not_fit_its_slot_is_left_to_pytorch(module, reason):
     ],
 )
 def test_a_rule_that_is_wrong_is_found_by_the_trial(monkeypatch, wrong, reason):
-    monkeypatch.setattr(trial, "RULES", {nn.Sigmoid: wrong})
+    monkeypatch.setattr(networks, "RULES", {nn.Sigmoid: wrong})
     assert disagreement(nn.Sigmoid(), 4) == reason
 
 
@@ -249,12 +252,12 @@ def test_wrong_gradients_are_found_by_the_trial(monkeypatch):
         y, backward = RULES[LayerScale](a, module, weights, x)
 
         def wrong(g, input_grad):
-            a.emit(Operation.BLEND, g, g, None, Place(trial._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
+            a.emit(Operation.BLEND, g, g, None, Place(networks._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
             return backward(g, input_grad)
 
         return y, wrong
 
-    monkeypatch.setattr(trial, "RULES", {LayerScale: doubled})
+    monkeypatch.setattr(networks, "RULES", {LayerScale: doubled})
     assert disagreement(LayerScale(4), 4) == "its gradients differ from PyTorch's"
 
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.dropout import Moment
-from esper.kasmina.parameters.stacked_layers import stack_layers, vmapped
-from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.kasmina.parameters.stacking import stack_layers, vmapped, way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import Bench, bit_equal, engine, same_tree
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from esper.leyline.actions import Head, LifecycleOp
-from esper.runs.build import engine_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.presets import resolve
 from esper.tamiyo.features import observe
 from esper.tasks import null
 from esper.tasks.null import NullSpec

@@ -24,8 +24,17 @@ from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
 from esper.leyline.stages import HostFamily
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
-from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds, concatenated, part_of
-from esper.tolaria.executors.sharded.worker import Call, ShardRunner, answered, portable, shard_of
+from esper.tolaria.executors.sharded import (
+    Call,
+    ShardedExecutor,
+    ShardRunner,
+    answered,
+    bounds,
+    concatenated,
+    part_of,
+    portable,
+    shard_of,
+)
 from esper.tolaria.runtime import host_read, reads_so_far
 from toys import ToyClient, action, script
 
@@ -154,7 +163,7 @@ def test_what_a_worker_raises_is_raised_here_and_the_next_call_works(shared):
     raised = worker.receive().raised
     assert isinstance(raised, AttributeError)
     assert raised.__notes__[-1] == "raised in the process that runs host 2."
-    assert "worker.py" in raised.__notes__[0]  # where it was raised there
+    assert "sharded.py" in raised.__notes__[0]  # where it was raised there
     shared.executor.load_state_dict(state)
     assert tiny.same_tree(shared.executor.state_dict(), state)
 
@@ -213,7 +222,7 @@ class Moss(AbstractBlueprint):
 
     name = "moss"
     family = HostFamily.CNN
-    birth: ClassVar = {"weight": 0.0, "bias": 0.0}
+    init: ClassVar = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):
         return nn.Conv2d(channels, channels, 1)

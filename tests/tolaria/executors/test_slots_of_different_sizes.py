@@ -10,7 +10,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ConfigError
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 
 
 class Shrinking(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Split
-from esper.tolaria.executors import host_data
+from esper.tolaria.executors import network
 from plain import PlainTraining
 from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree, with_players
 
@@ -60,7 +60,7 @@ def test_chunks_do_not_change_what_is_measured(monkeypatch):
     bench = grown_bench()
     sets, want = bench.measure()
     monkeypatch.setattr(
-        host_data, "_MAX_FLOATS_ON_CPU", 5 * 8 * bench.executor.data.host.largest_activation
+        network, "_MAX_FLOATS_ON_CPU", 5 * 8 * bench.executor.data.host.largest_activation
     )  # 5 examples
     assert bench.executor.data.examples_at_once(8) == 5
     _, found = bench.measure()

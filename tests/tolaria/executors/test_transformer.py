@@ -9,7 +9,7 @@ from esper.kasmina.blueprints import names, selectable
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from tiny import Bench
 
 S = SeedStage

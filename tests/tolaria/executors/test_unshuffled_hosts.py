@@ -13,10 +13,10 @@ from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CLASSES, CPU, SLOTS, Bench, bit_equal
 from toys import ToyClient, action, script
 

@@ -1,23 +1,21 @@
 """Users' networks that run as a whole through `torch.vmap`: streamed and fused agree, seeds included."""
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import ALGORITHMS, CONDITIONS, compare
+from against_streamed import ALGORITHMS, CONDITIONS, TWELVE, compare, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tokens
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.parameters.stacked_layers import Vmapped
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped
 from esper.tasks.datasets import Dataset, Split
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.network import HostData
 from tiny import SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
 
@@ -100,7 +98,7 @@ class Einsum(nn.Module):
 HOSTS = (Reader, Recurrent, Normed, Einsum)
 
 
-def compare_fused(network: Callable[[], nn.Module], grow, together, num_envs, data: Dataset | None = None):
+def compare_fused(network: Callable[[], nn.Module], grow, together, num_envs, data: Dataset | None = None, **settings):
     data = tokens.tokens() if data is None else data
     x = data.train.x
     host = ModuleHostSpec.of(network, SLOTS, x[:8]).build(SLOTS, x[:1])
@@ -111,7 +109,7 @@ def compare_fused(network: Callable[[], nn.Module], grow, together, num_envs, da
         return executor
 
     with token_seeds():
-        compare(fused, grow, num_envs=num_envs, host=host, data=data, objective=tokens.OBJECTIVE)
+        compare(fused, grow, num_envs=num_envs, host=host, data=data, objective=tokens.OBJECTIVE, **settings)
 
 
 def grow_some(bench):
@@ -139,13 +137,7 @@ def test_fused_is_streamed_for_a_network_that_runs_through_vmap(network, togethe
      (Einsum, "r1c0", "token_scale")],
 )  # fmt: skip
 def test_fused_is_streamed_inside_vmap_in_every_stage_and_blend(network, blueprint, slot):
-    cases = list(itertools.product(CONDITIONS, ALGORITHMS))
-
-    def grow(bench):
-        for n, ((stage, alpha), algorithm) in enumerate(cases):
-            bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-
-    compare_fused(network, grow, True, len(cases))
+    compare_fused(network, in_every_stage_and_blend(blueprint, slot), True, TWELVE, epochs=1)
 
 
 def test_one_host_alone_through_vmap_is_streamed():

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale, chain
+from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, TanhScale, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.stages import HostFamily
 
@@ -125,7 +125,7 @@ def conv_heavy(c: int) -> nn.Module:
     )
 
 
-_SCALED = {"scale.gamma": BIRTH_SCALE}
+_SCALED = {"scale.gamma": INITIAL_SCALE}
 CNN_BLUEPRINTS = (
     FunctionBlueprint(HostFamily.CNN, conv_light, _SCALED),
     FunctionBlueprint(HostFamily.CNN, attention, {"excite.weight": 0.0, "excite.bias": 0.0}),

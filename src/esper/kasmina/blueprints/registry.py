@@ -33,13 +33,13 @@ class AbstractBlueprint(abc.ABC):
 
     Attributes:
         name: unique within a family. family: the hosts that it fits.
-        birth: parameters that start at a constant (name in the built module -> value), whatever `build` gives them, so
+        init: parameters that start at a constant (name in the built module -> value), whatever `build` gives them, so
             that the output of a new seed is zero or close to zero.
     """
 
     name: str
     family: HostFamily
-    birth: Mapping[str, float] = MappingProxyType({})
+    init: Mapping[str, float] = MappingProxyType({})
 
     @abc.abstractmethod
     def build(self, channels: int) -> nn.Module:
@@ -54,13 +54,13 @@ class AbstractBlueprint(abc.ABC):
 class FunctionBlueprint(AbstractBlueprint):
     """A blueprint that a function builds, whose name it has."""
 
-    def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
-        self.name, self.family, self.birth, self.network = network.__name__, family, birth, network
+    def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], init: Mapping[str, float]) -> None:
+        self.name, self.family, self.init, self.network = network.__name__, family, init, network
 
     def build(self, channels: int) -> nn.Module:
         """The network for features with `channels` channels."""
         network = self.network(channels)
-        for name, value in self.birth.items():
+        for name, value in self.init.items():
             nn.init.constant_(network.get_parameter(name), value)
         return network
 
@@ -76,7 +76,7 @@ def register(blueprint: AbstractBlueprint) -> int:
     a name, and then share its index.
 
     Raises:
-        RegistryError: the name is built in, taken by another blueprint, or no identifier.
+        RegistryError: the name is built in, taken by another blueprint, or not an identifier.
     """
     name = _checked_name(blueprint)
     if name in BUILTIN_NAMES:

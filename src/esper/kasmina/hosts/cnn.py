@@ -6,17 +6,66 @@ x -> pixel unshuffle -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
-from esper.kasmina.parameters.flat_layout import drop_batch_counters
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
+from esper.kasmina.parameters.layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast0, AtLeast1, AtLeast2, check_fields
 from esper.leyline.stages import HostFamily
+
+
+def max_pool_2x2(h: Tensor) -> Tensor:
+    """[..., H, W] -> [..., H // 2, W // 2]; an odd last row or column is left out."""
+    if h.device.type != "cpu":
+        return F.max_pool2d(h, 2)
+    pooled: Tensor = _MaxPool.apply(h)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+@final
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:  # noqa: ANN401
+        """The larger of two columns, then of two rows."""
+        wide = torch.maximum(*_columns(h))
+        ctx.save_for_backward(h, wide)
+        return torch.maximum(*_rows(wide))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
+        """The gradient at the largest of each window, zero elsewhere."""
+        h, wide = ctx.saved_tensors
+        covered = h.shape[-2] % 2 == 0 and h.shape[-1] % 2 == 0
+        grad_wide, grad_h = torch.empty_like(wide), torch.empty_like(h) if covered else torch.zeros_like(h)
+        _share(grad, _rows(wide), _rows(grad_wide))
+        _share(grad_wide, _columns(h), _columns(grad_h))
+        return grad_h
+
+
+def _columns(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Left and right column of each window."""
+    height, width = h.shape[-2] // 2 * 2, h.shape[-1] // 2 * 2
+    even = h[..., :height, :width]
+    return even[..., ::2], even[..., 1::2]
+
+
+def _rows(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower row of each window."""
+    return wide[..., ::2, :], wide[..., 1::2, :]
+
+
+def _share(grad: Tensor, values: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor]) -> None:
+    """Pass `grad` to the larger of two values, to the first if they are equal."""
+    # a product with a mask of floats is vectorized, `torch.where` is not
+    second_wins = (values[1] > values[0]).to(grad.dtype)
+    torch.mul(grad, second_wins, out=into[1])
+    torch.sub(grad, into[1], out=into[0])
+
 
 fx.wrap("max_pool_2x2")  # one step of a traced forward pass
 
@@ -32,20 +81,17 @@ class CNNHostSpec:
             (`torch.nn.PixelUnshuffle`), so that block 0 gets f^2 in_channels; 1 leaves the image as it is.
     """
 
-    in_channels: int
-    base: int
-    blocks: int
-    kernel: int
-    pools: int
-    classes: int
-    unshuffle: int = 1
+    in_channels: AtLeast1
+    base: AtLeast1
+    blocks: AtLeast2
+    kernel: AtLeast1
+    pools: AtLeast0
+    classes: AtLeast2
+    unshuffle: AtLeast1 = 1
     family: ClassVar[HostFamily] = HostFamily.CNN
 
     def __post_init__(self) -> None:
-        least_of = {"in_channels": 1, "base": 1, "blocks": 2, "pools": 0, "classes": 2, "unshuffle": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"host.{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_fields(self, "host")
         if self.kernel not in (1, 3):
             raise ConfigError(f"host.kernel is {self.kernel}; it must be 1 or 3.")
         if self.pools > self.blocks:
@@ -64,9 +110,9 @@ class CNNHostSpec:
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order."""
         channels, n = self.channels(), self.blocks
-        pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], surface=Surface.PRE_POOL, order=i,
+        pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], order=i,
                               position=(2 * i + 1) / (2 * n)) for i in range(n)]  # fmt: skip
-        post = [InjectionPoint(slot_id=f"r1c{i}", channels=channels[i], surface=Surface.POST_POOL, order=n + i,
+        post = [InjectionPoint(slot_id=f"r1c{i}", channels=channels[i], order=n + i,
                                position=(2 * i + 2) / (2 * n)) for i in range(self.pools)]  # fmt: skip
         return (*pre, *post)
 
@@ -91,10 +137,10 @@ class CNNHostSpec:
         return CNNHost(self, slot_ids, image_size=(height, width))
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
-        """Refuse images that are too small, or whose size is no multiple of `unshuffle`.
+        """Refuse images that are too small, or whose size is not a multiple of `unshuffle`.
 
         Raises:
-            ConfigError: their size is no multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
+            ConfigError: their size is not a multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
         """
         factor = self.unshuffle
         if height % factor or width % factor:
@@ -119,7 +165,7 @@ class CNNHostSpec:
     def features(self, point: InjectionPoint, image_size: tuple[int, int]) -> tuple[int, int, int]:
         """Channels, height and width of the features at a point."""
         block = int(point.slot_id.partition("c")[2])
-        halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
+        halvings = min(block + (point.order >= self.blocks), self.pools)
         height, width = image_size
         return point.channels, height // self.unshuffle >> halvings, width // self.unshuffle >> halvings
 

@@ -1,14 +1,160 @@
-"""What every host network offers: its slots, and a forward pass that calls a function at each of them."""
+"""What every host network offers: slots (named places in its forward pass), and a pass that calls a function at each.
+
+host            id of a slot                      action order        execution order
+built in        r<row>c<column>, e.g. "r0c1"      row, column         place in the forward pass
+user's module   path of a submodule, "layer2.1"   as the user lists   place in the forward pass
+
+An `Interface` says how a network of the user's is called, and what is taken of its result.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from esper.kasmina.hosts.interface import Arguments
-from esper.kasmina.hosts.slots import InjectionPoint
+from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.stages import HostFamily
+from esper.leyline.structure import Structure, described, flatten, selection, unflatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectionPoint:
+    """A place where a seed can grow.
+
+    Attributes:
+        slot_id: e.g. "r0c1". channels: C of features [C, H, W], D of [T, D].
+        order: index among all points in action order. position: place in the forward pass, in [0, 1].
+    """
+
+    slot_id: str
+    channels: int
+    order: int
+    position: float
+
+
+def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) -> tuple[InjectionPoint, ...]:
+    """The points of a run in action order, for `slot_ids` in any order.
+
+    Raises:
+        ConfigError: `slot_ids` is empty, names a slot twice, or names one that the host does not offer.
+    """
+    wanted = list(slot_ids)
+    offered = {point.slot_id: point for point in points}
+    if not wanted:
+        raise ConfigError(f"no slots are enabled; choose at least one of {', '.join(offered)}.")
+    for slot_id in wanted:
+        if slot_id not in offered:
+            raise ConfigError(f"the host has no slot {slot_id!r}; {nearest(slot_id, offered)}")
+    if len(set(wanted)) < len(wanted):
+        raise ConfigError(f"slots {', '.join(wanted)}: each slot can be enabled only once; remove the repetition.")
+    return tuple(sorted((offered[slot_id] for slot_id in wanted), key=lambda point: point.order))
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a call."""
+
+
+@final
+@dataclass(frozen=True)
+class Interface:
+    """What a batch becomes for a network, and what its result becomes for an objective.
+
+    Attributes:
+        inputs: the structure of an example, whose batches come packed; None for one tensor.
+        outputs: the function of the user's that takes from a result what counts; None for all of it.
+        packs: whether what counts may be several tensors of floats [B, ...], because a loss of the user's takes them.
+    """
+
+    inputs: Structure | None = None
+    outputs: Callable[[Any], Any] | None = None
+    packs: bool = False
+
+    def arguments(self, x: Tensor) -> Arguments:
+        """Those of the network for a batch: a dictionary is given by name, a tuple in order."""
+        if self.inputs is None:
+            return (x,), {}
+        tree = self.inputs.unpack(x)
+        return ((), tree) if isinstance(tree, dict) else (tuple(tree), {})
+
+    def selected(self, network: nn.Module, result: Any) -> Any:  # noqa: ANN401 -- whatever the user returns
+        """What counts of a result; raises ConfigError if the user's function fails on it."""
+        if self.outputs is None:
+            return result
+        try:
+            return self.outputs(result)
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"outputs fails on {described(result)}, which {type(network).__name__} returns"
+                f"{' in training' * network.training}: {type(error).__name__}: {error}"
+            ) from error
+
+    def collected(self, network: nn.Module, result: Any) -> Tensor:  # noqa: ANN401
+        """What an objective gets of a result, [B, ...].
+
+        Raises:
+            ConfigError: it is not a tensor, and nothing says what to do with it.
+        """
+        found = self.selected(network, result)
+        if isinstance(found, Tensor):
+            return found
+        name = "outputs" if self.outputs is not None else type(network).__name__
+        what = f"{name} gives {described(found)}{' in training' * network.training}"
+        if not self.packs:
+            place = selection(found)
+            choice = f"out if isinstance(out, torch.Tensor) else {place}" if network.training else place
+            raise ConfigError(
+                f"{what}, but an objective takes one tensor: say which with outputs=lambda out: {choice}, or give a "
+                "loss(outputs, targets) of your own that takes all of it."
+            )
+        try:
+            tree = as_floats(found)
+            return Structure.of(tree).pack(tree)
+        except (TypeError, ConfigError) as error:
+            raise ConfigError(
+                f"{what}, but your loss can take tensors of floats [B, ...] alone; choose them with outputs=, e.g. "
+                f"outputs=lambda out: {selection(found)}."
+            ) from error
+
+    def attach(self, network: nn.Module) -> nn.Module:
+        """Make a network take batches and give outputs as an objective takes them, wherever it is called."""
+        network.register_forward_pre_hook(self._given, with_kwargs=True)
+        network.register_forward_hook(self._collect)
+        return network
+
+    def _given(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return self.arguments(args[0])
+
+    def _collect(self, network: nn.Module, args: tuple[Any, ...], result: Any) -> Tensor:  # noqa: ANN401
+        return self.collected(network, result)
+
+
+def inputs_in_words(network: nn.Module, x: Tensor) -> str:
+    """What a network is called with for a batch, where an interface may be attached to it."""
+    for hook in network._forward_pre_hooks.values():
+        interface = getattr(hook, "__self__", None)
+        if isinstance(interface, Interface) and interface.inputs is not None:
+            return str(interface.inputs)
+    return f"{list(x.shape)} of {x.dtype}"
+
+
+ONE_TENSOR = Interface()
+"""network(x) gives outputs."""
+
+
+def as_floats(tree: object) -> object:
+    """A tree of tensors of floats, all as float32.
+
+    Raises:
+        TypeError, ConfigError: it holds something else.
+    """
+    tensors, form = flatten(tree)
+    if not all(x.is_floating_point() for x in tensors):
+        raise ConfigError(f"{described(tree)} holds something else than floats.")
+    return unflatten(form, [x.float() for x in tensors])
+
 
 Apply = Callable[[str, Tensor], Tensor]
 """(slot id, features) -> features of the same shape, except that the first axis may grow where prefixes are shared."""
@@ -83,3 +229,11 @@ class HostSpec(Protocol):
         Raises:
             ConfigError: a slot that does not exist, or inputs that the host cannot process.
         """
+
+
+def near(got: Tensor, want: Tensor) -> bool:
+    """Equal shapes, and values up to the rounding of the largest one; NaN equals NaN."""
+    if got.shape != want.shape or not want.numel():
+        return got.shape == want.shape
+    largest = max(1.0, float(want.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return torch.allclose(got, want, rtol=0.0, atol=1e-4 * largest, equal_nan=True)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention, Positions
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
 from esper.leyline.stages import HostFamily
 
 INIT_STD = 0.02
@@ -33,31 +33,26 @@ class TransformerHostSpec:
         context: the longest sequence. dropout: of embeddings, attention weights, and the outputs of attention and MLP.
     """
 
-    vocabulary: int
-    width: int
-    heads: int
-    layers: int
-    segments: int
-    context: int
-    dropout: float = 0.0
+    vocabulary: AtLeast2
+    width: AtLeast2
+    heads: AtLeast1
+    layers: AtLeast1
+    segments: AtLeast1
+    context: AtLeast1
+    dropout: Decay = 0.0
     family: ClassVar[HostFamily] = HostFamily.TRANSFORMER
 
     def __post_init__(self) -> None:
-        leasts = {"vocabulary": 2, "width": 2, "heads": 1, "layers": 1, "segments": 1, "context": 1}
-        for name, least in leasts.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"host.{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_fields(self, "host")
         for name, whole in (("heads", "width"), ("segments", "layers")):
             if getattr(self, whole) % getattr(self, name):
                 raise ConfigError(f"host.{name} is {getattr(self, name)}; it must divide host.{whole}, which is "
                                   f"{getattr(self, whole)}.")  # fmt: skip
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"host.dropout is {self.dropout}; it must be at least 0 and below 1.")
 
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order, which is the order of the forward pass."""
         return tuple(
-            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, surface=Surface.BLOCK_END, order=j,
+            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, order=j,
                            position=(j + 1) / self.segments) for j in range(self.segments))  # fmt: skip
 
     def num_params(self) -> int:
@@ -73,7 +68,7 @@ class TransformerHostSpec:
         """A host with these slots enabled, for sequences like `example` [1, T] of token numbers.
 
         Raises:
-            ConfigError: a slot that does not exist, or an example that is no sequence of at most `context` tokens.
+            ConfigError: a slot that does not exist, or an example that is not a sequence of at most `context` tokens.
         """
         if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(

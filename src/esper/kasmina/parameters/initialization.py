@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import generator_states, seeded_generators, to_uniform, word_rows
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
@@ -118,24 +118,24 @@ def build_twice(build: Callable[[], nn.Module]) -> Builds:
     return Builds(module, deterministic_build(build, seed=1), draws, hidden)
 
 
-def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:
-    """The table of a module, in the order of `layout` (P = layout.total); `birth` are constants by name.
+def init_table(builds: Builds, layout: FlatLayout, init: Mapping[str, float]) -> InitTable:
+    """The table of a module, in the order of `layout` (P = layout.total); `init` are constants by name.
 
     Raises:
-        ConfigError: `birth` names a parameter that the module does not have.
+        ConfigError: `init` names a parameter that the module does not have.
     """
     values, others = (
         {spec.name: module.get_parameter(spec.name).detach() for spec in layout.tensors} for module in builds[:2]
     )
-    for name in birth:
+    for name in init:
         if name not in values:
             kind = type(builds.module).__name__
-            raise ConfigError(f"birth names {name!r}, which is no parameter of {kind}; {nearest(name, values)}")
+            raise ConfigError(f"init names {name!r}, which is not a parameter of {kind}; {nearest(name, values)}")
     starts = {
         name: _Start(0.0, rebuilt=True) if builds.hidden else _start(value, others[name], builds.draws)
         for name, value in values.items()
     }
-    starts |= {name: _Start(constant) for name, constant in birth.items()}
+    starts |= {name: _Start(constant) for name, constant in init.items()}
     centre, spread, normal, rebuilt = (
         layout.pack({name: torch.zeros_like(value) + starts[name][part] for name, value in values.items()})
         for part in range(4)

@@ -1,20 +1,19 @@
-"""Optimizers on slabs: one row [P] per host or seed, all rows in one step, in place and independent of each other.
+"""Optimizers on flat parameters: one row [P] per host or seed, all rows in one step, in place and independent.
 
 Shape legend: R = rows (hosts or seeds), P = padded parameters of a row.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.settings import Decay, NotNegative, Positive, check_fields
 from esper.leyline.tensor_dataclass import lift, named_tensors, tensor_dataclass, tree_map
 
-_KINDS = ("sgd", "adam", "adamw")
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -33,32 +32,18 @@ class OptimizerSpec:
     """
 
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
-    host_lr: float = 0.01
-    seed_lr: float = 0.01
-    momentum: float = 0.9
-    sgd_weight_decay: float = 5e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    adamw_weight_decay: float = 0.1
+    host_lr: Positive = 0.01
+    seed_lr: Positive = 0.01
+    momentum: Decay = 0.9
+    sgd_weight_decay: NotNegative = 5e-4
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    adamw_weight_decay: NotNegative = 0.1
     decay_vectors: bool = False
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(str(self.kind), _KINDS)}")
-        for name in ("host_lr", "seed_lr", "eps"):
-            value = getattr(self, name)
-            if not 0.0 < value < math.inf:
-                raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number above 0.")
-        if not self.grad_clip > 0.0:
-            raise ConfigError(f"optimizer.grad_clip is {self.grad_clip}; it must be above 0, infinite for no clipping.")
-        for name in ("sgd_weight_decay", "adamw_weight_decay"):
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number, 0 to switch decay off.")
-        for name, value in (("momentum", self.momentum), ("betas[0]", self.betas[0]), ("betas[1]", self.betas[1])):
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"optimizer.{name} is {value}; it must lie in [0, 1).")
+        check_fields(self, "optimizer")
 
 
 @tensor_dataclass

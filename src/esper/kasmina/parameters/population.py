@@ -1,34 +1,353 @@
-"""The population: N hosts and their seeds as slabs of parameters, and their structural changes.
+"""The population: N hosts and their seeds as rows of parameters, and their structural changes.
 
     host    [N, P]         one row per host
     seeds   [N * S, P']    one row per slot: its seed, in the layout of its blueprint
     gates   [N * S, P'']   one row per slot: its gate network, if the seed has one
 
-The slot states say which blueprint a row holds; the caller passes it in.
+The slot states say which blueprint a row holds; the caller passes it in. A train pass updates a compact copy of its
+rows (`TrainingCopy`), so that an optimizer step costs no more than the trained rows.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
+from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import num_gate_params
+from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
+from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host
-from esper.kasmina.parameters.dropout import Draws, Moment
-from esper.kasmina.parameters.frozen import count_params, digest
-from esper.kasmina.parameters.initialization import fresh_rows
-from esper.kasmina.parameters.kinds import Features, Kind, MisfitError, gate_kind, host_kind, seed_kind
-from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.parameters.slab import Slab
+from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
+from esper.kasmina.parameters.initialization import (
+    Builds,
+    InitTable,
+    build_twice,
+    deterministic_build,
+    fresh_rows,
+    init_table,
+)
+from esper.kasmina.parameters.layout import (
+    Template,
+    buffer_layout,
+    check_shared,
+    count_params,
+    digest,
+    parameter_layout,
+    refuse_frozen,
+)
+from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.random import Stream, generator_seeds
-from esper.leyline.stages import SeedStage
+from esper.leyline.random import Stream, generator_seeds, seeded_generators
+from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.tensor_dataclass import StateTree, copy_into, named_tensors, tree_map, with_prefix
+
+
+@final
+@dataclass(frozen=True)
+class TrainingCopy:
+    """A compact copy of rows in training; `leaves[i]` is the used part of row i, with its gradient in `grad`."""
+
+    rows: Int[Tensor, " R"]
+    params: Float[Tensor, "R W"]
+    grad: Float[Tensor, "R W"]
+    optimizer: OptimizerState
+    leaves: tuple[Tensor, ...]
+
+
+@final
+class FlatParameters:
+    """R rows of P parameters and Q buffer values, with their optimizer state and a snapshot without it."""
+
+    def __init__(self, shape: tuple[int, int, int], spec: OptimizerSpec, device: torch.device) -> None:
+        """All zero; `shape` is (R, P, Q)."""
+        num_rows, num_params, num_buffers = shape
+        self.params = torch.zeros(num_rows, num_params, device=device)
+        self.buffers = torch.zeros(num_rows, num_buffers, device=device)
+        self.snapshot = {"params": torch.zeros_like(self.params), "buffers": torch.zeros_like(self.buffers)}
+        self.optimizer = init_state(spec, self.params)
+
+    def write(self, rows: Int[Tensor, " R"], params: Float[Tensor, "R W"], buffers: Float[Tensor, "R V"]) -> None:
+        """New modules in these rows, with new optimizer state; unused elements are zero."""
+        self.clear(rows)
+        self.params[rows, : params.shape[1]] = params
+        self.buffers[rows, : buffers.shape[1]] = buffers
+
+    def clear(self, rows: Int[Tensor, " R"]) -> None:
+        """Set everything in these rows to zero, but not their snapshot."""
+        for tensor in self.tensors().values():
+            tensor[rows] = 0
+
+    def save(self, rows: Int[Tensor, " R"]) -> None:
+        """Copy parameters and buffers of these rows into the snapshot."""
+        self.snapshot["params"][rows], self.snapshot["buffers"][rows] = self.params[rows], self.buffers[rows]
+
+    def restore(self, rows: Int[Tensor, " R"]) -> None:
+        """Copy these rows from the snapshot, with optimizer state as before the first step."""
+        self.clear(rows)
+        self.params[rows], self.buffers[rows] = self.snapshot["params"][rows], self.snapshot["buffers"][rows]
+
+    def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> TrainingCopy:
+        """A compact copy of these rows for autograd; `widths` [R] is the number of used parameters of each."""
+        params = self.params[rows, : max(widths, default=0)].contiguous()
+        grad, width = torch.zeros_like(params), params.shape[1]
+        leaves = []
+        for row, row_grad, used in zip(params.unbind(0), grad.unbind(0), widths, strict=True):
+            leaf = row[:used].detach().requires_grad_()
+            leaf.grad = row_grad[:used]
+            leaves.append(leaf)
+        optimizer = tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], self.optimizer)
+        return TrainingCopy(rows=rows, params=params, grad=grad, optimizer=optimizer, leaves=tuple(leaves))
+
+    def finish(self, working: TrainingCopy) -> None:
+        """Write the trained rows back."""
+        rows, width = working.rows, working.params.shape[1]
+        self.params[rows, :width] = working.params
+        for (_, old), (_, new) in zip(named_tensors(self.optimizer), named_tensors(working.optimizer), strict=True):
+            if old.dim() > 1:
+                old[rows, :width] = new
+            else:
+                old[rows] = new
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything but the snapshot, by name."""
+        return {"params": self.params, "buffers": self.buffers, **dict(named_tensors(self.optimizer))}
+
+
+Build = Callable[[], nn.Module]
+
+
+class MisfitError(ConfigError):
+    """A blueprint cannot run on features of this shape."""
+
+
+Features = tuple[int, ...]
+"""Shape of the features of one example: (C, H, W) or (T, D)."""
+Found = TypeVar("Found")
+_found: dict[tuple[int, Features | None, str], tuple[object, Any]] = {}
+
+
+def once(of: object, features: Features | None, what: str, find: Callable[[], Found]) -> Found:
+    """The result of `find` for an object, cached per process with the object, whose id stays unique."""
+    key = (id(of), features, what)
+    if key not in _found:
+        _found[key] = (of, find())
+    found: Found = _found[key][1]
+    return found
+
+
+def prepared(module: nn.Module) -> nn.Module:
+    """A new module as hosts and seeds run it.
+
+    Its dropout is keyed; `torch.compile` is undone, in it as well; and weights that were computed from others already,
+    as `nn.utils.weight_norm` does before every pass, have no gradient history, so that it can be copied.
+
+    Raises:
+        ConfigError: a part was compiled by torch.jit.
+    """
+    holder = nn.ModuleList([module])
+    for layer in list(holder.modules()):
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ConfigError(f"{layer.original_name} was compiled by torch.jit, so it cannot run on the weights of "
+                              "another host; build it without torch.jit.script.")  # fmt: skip
+        layer.__dict__.pop("_compiled_call_impl", None)
+        for name, child in layer._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
+                layer._modules[name] = child._modules["_orig_mod"]
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(layer)[name] = value.detach()
+    return with_keyed_dropout(holder[0])
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """Modules with the same layout; `source` is the blueprint or class that `build` builds.
+
+    They start as `table` and `buffers` say; `rebuilt`: some weights come from a module built for each host.
+    """
+
+    name: str
+    template: Template
+    build: Build
+    source: object
+    table: InitTable
+    buffers: Float[Tensor, " Q"]
+    rebuilt: bool
+
+    def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
+        """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
+
+        Raises:
+            ConfigError: another architecture than that of the first build.
+        """
+        params, buffers = [], []
+        usual = deterministic_build(self.build) if seeds else None
+        for seed in seeds:
+            module = deterministic_build(self.build, seed)
+            if _architecture(module) != _architecture(usual):
+                raise ConfigError(
+                    f"{type(module).__name__} draws its architecture at random: its layers differ between two hosts. "
+                    "All hosts share one architecture; let the constructor draw weights alone."
+                )
+            params.append(self.template.parameters.pack(dict(module.named_parameters())))
+            buffers.append(self.template.buffers.pack(dict(module.named_buffers())))
+        return torch.stack(params), torch.stack(buffers)
+
+
+def _architecture(module: nn.Module | None) -> list[object]:
+    """The layers of a module with the shapes of their weights."""
+    assert module is not None
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [*((path, str(layer)) for path, layer in module.named_modules()), *((name, t.shape) for name, t in named)]
+
+
+def host_kind(host: Host, device: torch.device) -> Kind:
+    """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones.
+
+    Raises:
+        ConfigError: a frozen parameter that is drawn at random.
+    """
+
+    def build() -> nn.Module:
+        return prepared(host.rebuild())
+
+    builds = build_twice(build)
+    check_shared(builds.module, builds.other)
+    template = Template(prepared(host).to(device), global_rng=host.global_rng)
+    return Kind("host", template, build, type(host), *_start(builds, {}, device))
+
+
+def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
+    """The kind of gates for features of this width, in a host that is causal or not."""
+
+    def build() -> nn.Module:
+        return GateNetwork(channels, causal)
+
+    template = Template(deterministic_build(build).to(device))
+    return Kind("gate", template, build, GateNetwork, *_start(build_twice(build), {}, device))
+
+
+def seed_kind(
+    blueprint: AbstractBlueprint, channels: int, features: Features, device: torch.device, rows: int = 2
+) -> Kind:
+    """The kind of seeds of a blueprint for features of this shape, with this many channels and `rows` or more examples.
+
+    Raises:
+        MisfitError: the built module cannot be trained on these features, or changes their shape.
+        ConfigError: it changes its input, has frozen parameters, or gives other outputs in a second pass with the same
+            random numbers.
+    """
+
+    def build() -> nn.Module:
+        return prepared(blueprint.build(channels))
+
+    def find() -> tuple[InitTable, Tensor, bool, bool]:
+        builds = build_twice(build)
+        refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
+        return *_start(builds, blueprint.init, torch.device("cpu")), _check_seed(blueprint.name, build, features, rows)
+
+    table, buffers, rebuilt, global_rng = once(blueprint, features, f"start {rows}", find)
+    template = Template(deterministic_build(build).to(device), global_rng=global_rng)
+    table = tree_map(lambda x: x.to(device), table)
+    return Kind(blueprint.name, template, build, blueprint, table, buffers.to(device), rebuilt)
+
+
+def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
+    """Run a seed as training and evaluation will; whether it draws from the global generators."""
+    h = torch.randn(rows, *features, generator=torch.Generator().manual_seed(0))
+    module, again = deterministic_build(build), deterministic_build(build)
+    try:
+        delta, draws = _run_once(module.train(), seed_input(h, isolated=True))
+        if delta.shape == h.shape and delta.requires_grad:  # as the gradient of a hidden seed
+            blend(h, delta, Algorithm.ADD, None).sum().backward()
+    except Exception as error:  # any error of the user's code
+        raise MisfitError(
+            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {str(error).rstrip('.')}. Correct "
+            f"its module, or choose other slots.{OF_ONE_EXAMPLE * (rows == 1)}"
+        ) from error
+    if h._version:
+        raise ConfigError(
+            f"blueprint {name!r} edits its input in place, which are the features of the host; let its first operation "
+            "make a new tensor, e.g. nn.ReLU() instead of nn.ReLU(inplace=True)."
+        )
+    if delta.shape != h.shape:
+        raise MisfitError(
+            f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
+            "a seed must keep the shape of its input."
+        )
+    with torch.no_grad():
+        if not torch.equal(_run_once(again.train(), h)[0], delta):
+            raise ConfigError(f"blueprint {name!r} gives {OWN_STATE}")
+        return draws or _run_once(module.eval(), h)[1]
+
+
+OWN_STATE = (
+    "other outputs in a second pass over the same inputs, so that a host would depend on others: it draws from a "
+    "generator of its own, or keeps something beside its buffers; draw from the global generators of PyTorch, Python "
+    "or numpy, which are seeded for each host and step, and keep what changes in buffers that are written in place."
+)
+"""What is wrong with a module whose passes are not determined by its inputs, weights, buffers and seeds."""
+
+
+OF_ONE_EXAMPLE = (
+    " Training has a batch of one example, and normalization over a batch needs two: give a larger batch, more "
+    "examples, other layers (nn.LayerNorm), or for an incomplete last batch last_batch='merge' or 'drop'."
+)
+"""The way out for a module that fails on a batch of one."""
+
+
+def check_smallest_batch(build: Build, x: Tensor) -> None:
+    """Run a new host in training on inputs x as its smallest batch has them; raises ConfigError if it fails."""
+    try:
+        _run_once(deterministic_build(build).train(), x, lambda slot_id, h: h)
+    except Exception as error:  # any error of the user's code
+        found = f"the network cannot be trained on a batch {list(x.shape)}: {str(error).rstrip('.')}."
+        raise ConfigError(found + OF_ONE_EXAMPLE * (len(x) == 1)) from error
+
+
+def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
+    """Outputs of a new host without seeds in train mode, for inputs on the CPU; notes whether it draws."""
+    with torch.no_grad():
+        outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
+    kind.template.global_rng |= draws
+    return outputs
+
+
+def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
+    """Outputs, and whether the global generators were used."""
+    draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+    with seeded_generators(0) as used:
+        outputs: Tensor = module(*arguments)
+        return outputs, used()
+
+
+def _start(builds: Builds, init: Mapping[str, float], device: torch.device) -> tuple[InitTable, Tensor, bool]:
+    """Initial weights and buffers of a kind, and whether some come from a module built for each host."""
+    table = init_table(builds, parameter_layout(builds.module), init)
+    buffers, drawn = _buffers(builds.module, builds.other)
+    rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
+    return tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt
+
+
+def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
+    """The initial buffers of a module, and whether they are random; `other` was built under another seed."""
+    layout, values, others = buffer_layout(module), dict(module.named_buffers()), dict(other.named_buffers())
+    drawn = [name for name, value in values.items() if not torch.equal(value, others[name])]
+    for name in drawn:
+        if not values[name].is_floating_point():
+            raise ConfigError(
+                f"buffer {name!r} of {type(module).__name__} is {values[name].dtype} and random, but all hosts share "
+                "it; draw it from a generator with a fixed seed."
+            )
+    return layout.pack({spec.name: values[spec.name] for spec in layout.tensors}), bool(drawn)
+
 
 GATE_BLOCK = 2**31
 """First random block of a gate, beyond those of any seed."""
@@ -86,9 +405,9 @@ class Population:
         self.left_out: dict[int, str] = {}
         self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2))
         slots = num_envs * self.num_slots
-        self.host, self.host_snapshot = self._slabs(num_envs, [self.host_kind])
-        self.seeds, self.seeds_snapshot = self._slabs(slots, self.seed_kinds.values())
-        self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
+        self.host = self._rows_for(num_envs, [self.host_kind])
+        self.seeds = self._rows_for(slots, self.seed_kinds.values())
+        self.gates = self._rows_for(slots, self.gate_kinds.values())
 
     def _seed_kinds(self, shapes: dict[str, Features], rows: int) -> dict[tuple[int, int], Kind]:
         """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
@@ -113,12 +432,11 @@ class Population:
             )
         return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
-    def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
-        """A slab whose rows can hold any of these kinds, and one for its snapshot."""
+    def _rows_for(self, rows: int, kinds: Iterable[Kind]) -> FlatParameters:
+        """Rows that can hold any of these kinds."""
         totals = [(kind.template.parameters.total, kind.template.buffers.total) for kind in kinds]
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
-        spec, shape = self.optimizer_spec, (rows, params, buffers)
-        return Slab(shape, spec, self.device), Slab(shape, spec, self.device, trained=False)
+        return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
     def costs(self) -> SeedCosts:
         """Parameters of each seed and gate by slot, and the selectable blueprints."""
@@ -154,38 +472,35 @@ class Population:
         self.host.write(
             everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, np.arange(self.num_envs), episode=episode)
         )
+        self.host.save(everyone)
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
-        for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
-            slab.clear(slots)
-        self.host_snapshot.copy_rows(self.host, everyone)
+        for flat in (self.seeds, self.gates):
+            flat.clear(slots)
+            flat.save(slots)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
         """Draw the seeds marked in `born` [N, S] in step `t`, with their `blueprint` and `has_gate` [N, S]."""
         for s, index, hosts in _groups(born, blueprint):
             channels = self.points[s].channels
-            kind = self.seed_kinds[channels, index]
-            self._plant(self.seeds, kind, hosts, s, episode, t, first_block=0)
             gated = hosts[has_gate[hosts, s]]
-            if gated.size:
-                self._plant(self.gates, self.gate_kinds[channels], gated, s, episode, t, first_block=GATE_BLOCK)
-
-    def _plant(
-        self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
-    ) -> None:
-        drawn = self._drawn(kind, Stream.SEED_INIT, hosts, first_block=first_block, episode=episode, t=t, slot=s)
-        slab.write(self.index(hosts) * self.num_slots + s, *drawn)
+            seed = (self.seeds, self.seed_kinds[channels, index], hosts, 0)
+            for flat, kind, some, block in (seed, (self.gates, self.gate_kinds[channels], gated, GATE_BLOCK)):
+                if some.size:
+                    key = {"episode": episode, "t": t, "slot": s}
+                    drawn = self._drawn(kind, Stream.SEED_INIT, some, first_block=block, **key)
+                    flat.write(self.index(some) * self.num_slots + s, *drawn)
 
     def _drawn(
         self, kind: Kind, stream: Stream, hosts: np.ndarray, *, first_block: int = 0, **key: int
     ) -> tuple[Tensor, Tensor]:
         """Parameters and buffers of new modules of some hosts (row numbers)."""
         numbers = self.host_ids[self.index(hosts)]
-        params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
-        buffers = kind.start.buffers.expand(len(hosts), -1)
-        if kind.start.rebuilt:
+        params = fresh_rows(kind.table, self.run_seed, stream, numbers, **key, first_block=first_block)
+        buffers = kind.buffers.expand(len(hosts), -1)
+        if kind.rebuilt:
             on_cpu = self._numbers[torch.from_numpy(hosts)]
             built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, on_cpu, **key, block=REBUILD_BLOCK))
-            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
+            params = torch.where(kind.table.rebuilt, built.to(self.device), params)
         return params, buffers.to(self.device)
 
     def release(self, gone: np.ndarray) -> None:
@@ -200,39 +515,34 @@ class Population:
     def snapshot_hosts(self, hosts: np.ndarray) -> None:
         """Snapshot of the marked hosts [N] with all their seeds."""
         if hosts.any():
-            self.host_snapshot.copy_rows(self.host, self.index(np.flatnonzero(hosts)))
+            self.host.save(self.index(np.flatnonzero(hosts)))
             self.snapshot_seeds(np.repeat(hosts[:, None], self.num_slots, axis=1))
 
     def snapshot_seeds(self, seeds: np.ndarray) -> None:
         """Add the marked seeds [N, S] to the snapshots of their hosts."""
         if seeds.any():
             rows = self.index(np.flatnonzero(seeds))
-            self.seeds_snapshot.copy_rows(self.seeds, rows)
-            self.gates_snapshot.copy_rows(self.gates, rows)
+            self.seeds.save(rows)
+            self.gates.save(rows)
 
     def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
         """Restore the marked hosts [N] and their fossilized seeds from the snapshot, without optimizer state."""
         if not hosts.any():
             return
-        rows = self.index(np.flatnonzero(hosts))
-        self.host.copy_rows(self.host_snapshot, rows)
-        self.host.forget_optimizer(rows)
+        self.host.restore(self.index(np.flatnonzero(hosts)))
         fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
         if fossils.any():
             rows = self.index(np.flatnonzero(fossils))
-            for slab, snapshot in ((self.seeds, self.seeds_snapshot), (self.gates, self.gates_snapshot)):
-                slab.copy_rows(snapshot, rows)
-                slab.forget_optimizer(rows)
+            self.seeds.restore(rows)
+            self.gates.restore(rows)
 
     # -- persistence --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """All slabs and snapshots, and a digest of the frozen parameters that hosts share."""
+        """All rows and snapshots, and a digest of the frozen parameters that hosts share."""
         tree: StateTree = {} if self._frozen is None else {"frozen": self._frozen.clone()}
-        for name in ("host", "seeds", "gates"):
-            tree |= with_prefix(name, getattr(self, name).tensors())
-            snapshot: Slab = getattr(self, f"{name}_snapshot")
-            tree |= with_prefix(f"{name}_snapshot", {"params": snapshot.params, "buffers": snapshot.buffers})
+        for name, flat in (("host", self.host), ("seeds", self.seeds), ("gates", self.gates)):
+            tree |= with_prefix(name, flat.tensors()) | with_prefix(f"{name}_snapshot", flat.snapshot)
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:

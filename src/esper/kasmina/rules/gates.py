@@ -1,4 +1,4 @@
-"""Quality gates: the checks that a seed must pass before its next stage.
+"""Settings of the lifecycle, and the quality gates that a seed must pass before its next stage.
 
     G1  GERMINATED -> TRAINING     always
     G2  TRAINING -> BLENDING       trained long enough, gradients healthy (strict: improvement and gradient ratio)
@@ -8,17 +8,55 @@
 A missing measurement fails the check that needs it. All thresholds are inclusive.
 """
 
+from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.messages import GateReadings, SlotState
+from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
 from esper.leyline.stages import AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifecycleConfig:
+    """Limits and thresholds of the lifecycle. Epochs are control steps, accuracies percentage points."""
+
+    max_seeds: AtLeast0 | None = None
+    """Most live seeds of a host; None means one per slot, 0 means no limit."""
+    sequential: bool = True
+    """Whether a seed may germinate only while no other slot is GERMINATED, TRAINING or in cooldown."""
+    min_prune_age: AtLeast0 = 5
+    """Age from which PRUNE is legal, so that a seed has time to show its value."""
+    embargo_epochs: AtLeast0 = 5
+    """Epochs for which a pruned slot stays EMBARGOED."""
+    interaction_limit: Annotated[int, Field(ge=0, le=4)] = 4
+    """Most players for which single and pair coalitions are evaluated."""
+    shapley_limit: Annotated[int, Field(ge=0, le=6)] = 6
+    """Most live seeds for which Shapley values are reported at the end of an episode."""
+    fossils_as_players: bool = False
+    """Whether contributions of fossilized seeds are measured too; set by the reward mode."""
+    gate_mode: Literal["permissive", "strict"] = "permissive"
+    """Strict gates also require improvement, a gradient ratio, blending time and a contribution of 1 pp."""
+    auto_g1: bool = True
+    auto_g2: bool = True
+    auto_g3: bool = True
+    """Whether the tick asks the gate; otherwise ADVANCE does."""
+    min_training_epochs: AtLeast1 = 10
+    min_blending_epochs: AtLeast1 = 10
+    g2_health: float = 0.7
+    g2_improvement: float = 0.5
+    g2_ratio: float = 0.10
+    g5_contribution: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lifecycle")
 
 
 class FailedCheck(IntFlag):

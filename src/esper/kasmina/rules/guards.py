@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import STYLE_ALGORITHM, Head, LifecycleOp
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import (

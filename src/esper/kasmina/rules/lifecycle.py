@@ -1,29 +1,152 @@
-"""The rules of the lifecycle: what an operation and a tick do. Pure functions on [N, S].
+"""The rules of the lifecycle: what an operation, a tick and a rollback do to slots. Pure functions on [N, S].
 
-One control step, after the measurements are in:
-
+    rollback    a host in panic goes back to its snapshot, before the measurements are written
     apply_ops   the sampled op of each host, if it is legal and its gate passes
     tick        clocks, alpha, scheduled prunes, cooldown, automatic gates; the only writer of clocks
     feedback    success and effective op, for the next observation
+    planted     an episode begins with fossilized seeds
 
 Every decision is a mask over hosts and slots; networks, optimizers and rewards are unknown here.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules import alpha, gates
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules import gates
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
-from esper.kasmina.rules.op_parameters import OpParameters, op_parameters
 from esper.kasmina.rules.slot_fields import release, select, vacate
-from esper.leyline.actions import FIRST_RAMP_STEEPNESS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.actions import (
+    ALPHA_CURVE_STEEPNESS,
+    ALPHA_CURVES,
+    ALPHA_SPEED_TICKS,
+    ALPHA_TARGETS,
+    FIRST_RAMP_STEEPNESS,
+    NUM_OPS,
+    STYLE_ALGORITHM,
+    STYLE_CURVE,
+    TEMPO_TICKS,
+    Head,
+    LifecycleOp,
+)
 from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
-from esper.leyline.stages import NUM_STAGE_VALUES, Algorithm, AlphaMode, Cause, SeedStage
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.stages import GROWING, NUM_STAGE_VALUES, Algorithm, AlphaCurve, AlphaMode, Cause, SeedStage
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
+
+_MIN_STEEPNESS = 0.1
+
+
+def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """Share of a ramp that is completed after the share `x` of its ticks, by curve.
+
+    LINEAR x; COSINE (1 - cos pi x)/2; SIGMOID (s(k(x-1/2)) - s(-k/2)) / (s(k/2) - s(-k/2)) with the logistic s.
+    """
+    half = torch.clamp(steepness, min=_MIN_STEEPNESS) * 0.5
+    low = torch.sigmoid(-half)
+    sigmoid = (torch.sigmoid(half * (2.0 * x - 1.0)) - low) / (torch.sigmoid(half) - low)
+    cosine = 0.5 - 0.5 * torch.cos(torch.pi * x)
+    return torch.where(curve == AlphaCurve.SIGMOID, sigmoid, torch.where(curve == AlphaCurve.COSINE, cosine, x))
+
+
+def retarget(
+    slots: SlotState,
+    where: Bool[Tensor, "N S"],
+    target: Float[Tensor, "#N #S"],
+    ticks: Int[Tensor, "#N #S"],
+    curve: Int[Tensor, "#N #S"],
+    steepness: Float[Tensor, "#N #S"],
+) -> SlotState:
+    """Start a ramp in the marked slots, which are in HOLD (the guards require it).
+
+    With 0 ticks alpha becomes the target at once. A target equal to alpha leaves the slot in HOLD.
+    """
+    gradual = ticks > 0
+    moves = gradual & (target != slots.alpha)
+    direction = int(AlphaMode.UP) + (target < slots.alpha)  # DOWN is UP + 1
+    return select(
+        where,
+        {
+            "alpha_start": slots.alpha,
+            "alpha": torch.where(gradual, slots.alpha, target),
+            "alpha_target": target,
+            "alpha_mode": direction * moves,  # HOLD is 0
+            "alpha_curve": curve,
+            "alpha_steepness": steepness,
+            "alpha_total": ticks * moves,
+            "alpha_done": 0,
+        },
+        slots,
+    )
+
+
+def step_ramps(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
+    """One tick of the ramps in the marked slots."""
+    done = slots.alpha_done + where
+    landed = where & (done >= slots.alpha_total)
+    share = done / slots.alpha_total.clamp(min=1)
+    start, target = slots.alpha_start, slots.alpha_target
+    moving = start + (target - start) * ramp(share, slots.alpha_curve, slots.alpha_steepness)
+    moving = moving.clamp(torch.minimum(start, target), torch.maximum(start, target))
+    alpha = torch.where(landed, target, torch.where(where, moving, slots.alpha))
+    mode = slots.alpha_mode.masked_fill(landed, int(AlphaMode.HOLD))
+    return replace(slots, alpha=alpha, alpha_done=done, alpha_mode=mode)
+
+
+class OpParameters(NamedTuple):
+    """Columns [N, 1]. `to_stage` is the stage that the op leads to when it takes effect at once."""
+
+    blueprint: Tensor
+    algorithm: Tensor
+    first_curve: Tensor
+    tempo: Tensor
+    ticks: Tensor
+    curve: Tensor
+    to_stage: Tensor
+    target: Tensor
+    steepness: Tensor
+
+
+_STAGE_AFTER = {
+    LifecycleOp.GERMINATE: SeedStage.GERMINATED,
+    LifecycleOp.SET_ALPHA_TARGET: SeedStage.BLENDING,
+    LifecycleOp.PRUNE: SeedStage.PRUNED,
+    LifecycleOp.FOSSILIZE: SeedStage.FOSSILIZED,
+}
+_INTEGERS = (
+    (Head.STYLE, STYLE_ALGORITHM),
+    (Head.STYLE, STYLE_CURVE),
+    (Head.TEMPO, TEMPO_TICKS),
+    (Head.ALPHA_SPEED, ALPHA_SPEED_TICKS),
+    (Head.ALPHA_CURVE, ALPHA_CURVES),
+    (Head.OP, tuple(int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp)),
+)
+_FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_STEEPNESS))
+_Column = tuple[Head, Sequence[int] | Sequence[float]]
+_Table = tuple[Tensor, Tensor, Tensor]
+"""The head of each parameter, its row, and the rows of values, padded with zeros."""
+
+
+@lru_cache(maxsize=16)
+def _table(columns: tuple[_Column, ...], dtype: torch.dtype, device: torch.device) -> _Table:
+    width = max(len(values) for _, values in columns)
+    rows = [[*values, *[0] * (width - len(values))] for _, values in columns]
+    heads = torch.tensor([int(head) for head, _ in columns], device=device)
+    return heads, torch.arange(len(rows), device=device), torch.tensor(rows, dtype=dtype, device=device)
+
+
+def op_parameters(actions: Int[Tensor, "N 8"]) -> OpParameters:
+    """The parameters of each host's op."""
+    columns = [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
+    for group, dtype in ((_INTEGERS, torch.int64), (_FLOATS, torch.float32)):
+        heads, rows, values = _table(group, dtype, actions.device)
+        columns.extend(values[rows, actions.index_select(1, heads)].split(1, dim=1))
+    return OpParameters(*columns)
+
 
 _S = SeedStage
 _FULL = 1.0 - 1e-6
@@ -132,7 +255,7 @@ def apply_ops(
     moved = germinated | pruned | fossilized | (ramps & holding)
     slots = transition(slots, moved, chosen.to_stage.masked_fill(scheduled, int(_S.BLENDING)), val_acc_N1)
     ramp_target = chosen.target.masked_fill(scheduled, 0.0)
-    slots = alpha.retarget(slots, ramps, ramp_target, chosen.ticks, chosen.curve, chosen.steepness)
+    slots = retarget(slots, ramps, ramp_target, chosen.ticks, chosen.curve, chosen.steepness)
     slots = _germinate(slots, hosts.n_germinated, val_acc_N1, germinated, chosen, costs)
     hosts = _count(hosts, slots, germinated, pruned, fossilized)
     changed = slots.stage != before
@@ -211,7 +334,7 @@ def tick(
     moved_before = (effects.transitions.cause > 0) | rolled_back
     epochs = slots.epochs_in_stage + (occupied & ~moved_before)
     ramping = (stage == _S.BLENDING) & (slots.alpha_mode != AlphaMode.HOLD)
-    slots = alpha.step(slots, ramping)
+    slots = step_ramps(slots, ramping)
     removed = ramping & (slots.alpha_mode == AlphaMode.HOLD) & (slots.alpha_target == 0.0)
 
     asked = (in_stages(stage, _automatic(config)) | effects.requested) & ~removed
@@ -292,3 +415,98 @@ def feedback(
     effective = op * success  # WAIT is 0
     hosts = replace(hosts, last_op=op * active, last_success=success)
     return hosts, success, effective
+
+
+def planted(
+    slots: SlotState,
+    hosts: HostState,
+    blueprint: Int[torch.Tensor, "N S"],
+    algorithm: Int[torch.Tensor, "N S"],
+    costs: SeedCosts,
+) -> tuple[SlotState, HostState]:
+    """Put fossilized seeds into empty slots; `blueprint` is -1 where the slot stays empty."""
+    here = blueprint >= 0
+    gated = algorithm == Algorithm.GATE
+    column = torch.arange(blueprint.shape[1], device=blueprint.device)
+    params = costs.seed_params[column, blueprint.clamp(min=0)] + gated * costs.gate_params
+    count = here.sum(dim=1)
+    slots = select(
+        here,
+        {
+            "stage": int(SeedStage.FOSSILIZED),
+            "prev_stage": int(SeedStage.HOLDING),
+            "serial": here.cumsum(dim=1) - 1,
+            "blueprint": blueprint,
+            "algorithm": algorithm,
+            "has_gate": gated,
+            "params": params,
+            "germ_curve": int(AlphaCurve.LINEAR),
+            "alpha": 1.0,
+            "alpha_target": 1.0,
+            "alpha_mode": int(AlphaMode.HOLD),
+            "alpha_curve": int(AlphaCurve.LINEAR),
+        },
+        slots,
+    )
+    return slots, replace(hosts, n_germinated=hosts.n_germinated + count, n_fossilized=hosts.n_fossilized + count)
+
+
+_MEASURED = (
+    "val_acc",
+    "val_loss",
+    "train_acc",
+    "train_loss",
+    "prev_val_acc",
+    "prev_val_loss",
+    "committed_acc",
+    "cf_total",
+)
+"""Fields of a host that a rollback clears, besides the histories."""
+
+
+@tensor_dataclass
+class FossilMemory:
+    """Measurements of seeds at the time of their host's snapshot, which holds the weights that were measured."""
+
+    contribution: Float[Tensor, "N S"]
+    contribution_step: Int[Tensor, "N S"]
+    contribution_velocity: Float[Tensor, "N S"]
+    interaction_sum: Float[Tensor, "N S"]
+    boost_received: Float[Tensor, "N S"]
+
+
+def memory_of(slots: SlotState) -> FossilMemory:
+    """The memory of a snapshot that is taken now."""
+    return FossilMemory(**{name: getattr(slots, name) for name in FossilMemory.__annotations__})
+
+
+def remember(memory: FossilMemory, slots: SlotState, taken: Bool[Tensor, "N S"]) -> FossilMemory:
+    """`memory` with the present measurements of the marked slots."""
+    return where(taken, memory_of(slots), memory)
+
+
+def rollback(
+    slots: SlotState, hosts: HostState, panic: Bool[Tensor, " N"], memory: FossilMemory
+) -> tuple[SlotState, HostState, Bool[Tensor, "N S"]]:
+    """Prune the growing seeds of the masked hosts and restore the measurements of their fossils from the snapshot.
+
+    The clocks and the alpha of a fossil stay, because only the tick writes clocks. The measurements and histories of
+    the host are cleared, and a new segment begins. Slots in cooldown are untouched.
+
+    Returns:
+        Slots, hosts, and the slots that were pruned [N, S].
+    """
+    pruned = in_stages(slots.stage, GROWING) & panic[:, None]
+    slots = release(transition(slots, pruned, int(SeedStage.PRUNED), torch.nan), pruned)
+    fossil = (slots.stage == SeedStage.FOSSILIZED) & panic[:, None]
+    slots = select(fossil, dict(vars(memory)), slots)
+
+    # x + NaN is NaN and x + 0 is x: one call clears all fields
+    gone = torch.zeros_like(hosts.val_acc).masked_fill(panic, torch.nan)
+    cleared = torch._foreach_add([getattr(hosts, name) for name in _MEASURED], [gone] * len(_MEASURED))
+    changes = dict(zip(_MEASURED, cleared, strict=True))
+    for name in ("acc_hist", "loss_hist"):
+        changes[name] = getattr(hosts, name) + gone[:, None]
+    changes["plateau_count"] = hosts.plateau_count * ~panic
+    changes["segment"] = hosts.segment + panic
+    return slots, replace(hosts, **changes), pruned

@@ -10,34 +10,217 @@
 Shape legend: N = hosts, T = steps, M = metrics, P = parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from esper.leyline.actions import HEAD_NAMES
 from esper.leyline.errors import TrainingError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
-from esper.simic.agent.advantages import discounted_returns, paired_rewards
-from esper.simic.agent.config import PPOConfig as PPOConfig
-from esper.simic.agent.config import (
+from esper.simic.agent.advantages import (
+    NormalizedAdvantages,
+    RunningMeanVar,
+    discounted_returns,
+    masked_moments,
+    paired_rewards,
+    scale_rewards,
+)
+from esper.simic.agent.losses import (
+    Losses,
+    LossInputs,
+    LossWeights,
+    RatioStatistics,
+    head_entropies,
+    ppo_losses,
+    ratio_statistics,
+)
+from esper.simic.agent.ppo_config import PPOConfig as PPOConfig
+from esper.simic.agent.ppo_config import (
     entropy_coefficient,
     floor_scale,
     inverse_temperature,
     learning_rate,
     value_coefficient,
 )
-from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
-from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
-from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
-from esper.simic.telemetry.aggregation import Read, aggregate_ppo_metrics
-from esper.tamiyo.heads import check_logits, evaluate_heads, relevance
+from esper.simic.metrics import Read, aggregate_ppo_metrics, metric_row
+from esper.simic.rewards.reward_config import GAMMA
+from esper.tamiyo.heads import check_logits, check_stored_actions, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
+
+CLIP_EPS = 1e-6
+
+
+@tensor_dataclass
+class AdamState:
+    """Moments of all parameters in their order, and the number of steps taken."""
+
+    exp_avg: Float[Tensor, " P"]
+    exp_avg_sq: Float[Tensor, " P"]
+    step: Float[Tensor, ""]
+
+
+def initial_adam_state(parameters: Sequence[Tensor]) -> AdamState:
+    """Zero moments on the device of the parameters."""
+    flat = flatten(parameters)
+    step = torch.zeros((), dtype=torch.float64, device=flat.device)
+    return AdamState(exp_avg=torch.zeros_like(flat), exp_avg_sq=torch.zeros_like(flat), step=step)
+
+
+def adam_step(
+    gradient: Float[Tensor, " P"],
+    state: AdamState,
+    take: Bool[Tensor, ""],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float,
+) -> tuple[Float[Tensor, " P"], AdamState]:
+    """The difference to subtract from the parameters, and the next state (Kingma and Ba, 2015, algorithm 1).
+
+    Without `take` the difference is exactly zero and the state unchanged, even for a gradient that is not finite.
+    """
+    beta1, beta2 = betas
+    step = state.step + 1.0
+    step_size = (lr / (1.0 - beta1**step)).to(gradient.dtype)
+    correction = (1.0 - beta2**step).sqrt().to(gradient.dtype)
+    exp_avg = torch.lerp(state.exp_avg, gradient, 1.0 - beta1)
+    exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    # in place: allocating vectors of this length costs more than the arithmetic
+    difference = exp_avg_sq.sqrt().div_(correction).add_(eps)
+    torch.div(exp_avg, difference, out=difference).mul_(step_size).masked_fill_(~take, 0.0)
+    return difference, AdamState(
+        exp_avg=torch.where(take, exp_avg, state.exp_avg, out=exp_avg),
+        exp_avg_sq=torch.where(take, exp_avg_sq, state.exp_avg_sq, out=exp_avg_sq),
+        step=torch.where(take, step, state.step),
+    )
+
+
+def flatten(tensors: Sequence[Tensor]) -> Float[Tensor, " P"]:
+    """All tensors in one vector, in their order; a copy."""
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+def clip_by_norm(gradient: Float[Tensor, " P"], norm: Float[Tensor, ""], limit: float) -> Float[Tensor, " P"]:
+    """`gradient` scaled down to the length `limit` where its length `norm` is above it."""
+    return gradient * (limit / (norm + CLIP_EPS)).clamp_max(1.0).to(gradient.dtype)
+
+
+def subtract_(parameters: Sequence[Tensor], difference: Float[Tensor, " P"]) -> None:
+    """Subtract a flat vector from the parameters in place."""
+    chunks = torch.split(difference, [p.numel() for p in parameters])
+    with torch.no_grad():
+        torch._foreach_sub_(list(parameters), [c.view_as(p) for c, p in zip(chunks, parameters, strict=True)])
+
+
+MIN_EXPLAINABLE_VARIANCE = 1e-8
+
+
+def update_row(
+    rollout: SequenceBatch,
+    normalized: NormalizedAdvantages,
+    return_scale: Float[Tensor, ""],
+    weights: LossWeights,
+    lr: float,
+    inverse_temperature: Float[Tensor, ""],
+    selectable: Bool[Tensor, " B"],
+) -> Float[Tensor, " M"]:
+    """Metrics known before the first minibatch; values and returns are scaled, advantages not normalized."""
+    valid = rollout.valid
+    values, returns = masked_moments(rollout.values, valid), masked_moments(rollout.returns, valid)
+    unexplained = masked_moments(rollout.returns - rollout.values, valid).var
+    explained = 1.0 - unexplained / returns.var
+    explainable = returns.var >= MIN_EXPLAINABLE_VARIANCE
+    return metric_row(
+        {
+            "lr": torch.full((), lr, dtype=torch.float64, device=valid.device),
+            "ent_coef": weights.entropy,
+            "vf_coef": weights.value,
+            "floor_scale": weights.floor,
+            "inverse_temperature": inverse_temperature,
+            "forced_share": (rollout.forced & valid).sum() / valid.sum(),
+            "explained_variance": torch.where(explainable, explained, torch.nan),
+            "value_mean": values.mean,
+            "value_std": values.var.sqrt(),
+            "return_mean": returns.mean,
+            "return_std": returns.var.sqrt(),
+            "return_scale": return_scale,
+            "advantage_mean": normalized.mean,
+            "advantage_std": normalized.std,
+            "advantage_std_floored": normalized.floored,
+            "actions_outside_mask": ~check_stored_actions(rollout.actions, rollout.legal, rollout.has_gate, selectable),
+        }
+    )
+
+
+def health_row(hidden: Hidden) -> Float[Tensor, " M"]:
+    """Root mean square and largest magnitude of the recurrent state."""
+    h, c = hidden.h.detach(), hidden.c.detach()
+    return metric_row(
+        {
+            "hidden_rms": h.square().mean().sqrt(),
+            "hidden_max": h.abs().amax(),
+            "cell_rms": c.square().mean().sqrt(),
+            "cell_max": c.abs().amax(),
+        }
+    )
+
+
+def epoch_row(
+    approx_kl: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
+) -> Float[Tensor, " M"]:
+    """KL divergence of one epoch; NaN for an epoch after the early stop."""
+    return metric_row(
+        {
+            "approx_kl": torch.where(ran, approx_kl, torch.nan),
+            "epochs_done": torch.where(ran, epoch.to(approx_kl.dtype), torch.nan),
+            "stopped_early": exceeded,
+        }
+    )
+
+
+def minibatch_row(
+    x: LossInputs,
+    losses: Losses,
+    ratios: RatioStatistics,
+    grad_norm: Float[Tensor, ""],
+    *,
+    ran: Bool[Tensor, ""],
+    finite_logits: Bool[Tensor, ""],
+    finite: Bool[Tensor, ""],
+    takes: Bool[Tensor, ""],
+) -> Float[Tensor, " M"]:
+    """Metrics of a minibatch; NaN except for the counts if it took no optimizer step."""
+    entropies, steps = head_entropies(x)
+    numbers = {
+        "evaluated_steps": x.valid.sum(),
+        "policy_loss": losses.policy,
+        "value_loss": losses.value,
+        "entropy_loss": losses.entropy,
+        "floor_loss": losses.floor,
+        "total_loss": losses.total,
+        "grad_norm": grad_norm,
+        "clip_fraction": ratios.clip_fraction,
+        "ratio_max": ratios.ratio_max,
+        "ratio_min": ratios.ratio_min,
+        **{f"steps_{name}": count for name, count in zip(HEAD_NAMES, steps.unbind(0), strict=True)},
+        **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.unbind(0), strict=True)},
+    }
+    counts = metric_row(
+        {
+            "finite_minibatches": ran & finite,
+            "nonfinite_minibatches": ran & ~finite,
+            "nonfinite_logits": ran & ~finite_logits,
+            "optimizer_steps": takes,
+        }
+    )
+    return torch.where(counts.isnan(), torch.where(takes, metric_row(numbers), torch.nan), counts)
+
 
 KL_STOP_FACTOR = 1.5
 MAX_BARREN_UPDATES = 3
@@ -109,7 +292,7 @@ def run_ppo_updates(
     """
     slabs = buffer.slabs
     rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.group_size)
-    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
+    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)
     buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))

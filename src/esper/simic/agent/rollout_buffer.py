@@ -5,24 +5,99 @@
                                                     term.   0 ? 0 0     neutral, row 3 starts from a zero recurrent
                                                     reset   0 0 0 1     state; the reward decides if row 1 is terminal
 
-An unwritten or invalid row is neutral (`stored_row.py`).
+An unwritten or invalid row is neutral: it evaluates without error and enters no mean. Only WAIT on slot 0 is legal in
+it, the actions are canonical, and everything else but `valid` and `reset` is 0.
 
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, tensors_by_name, with_prefix
+from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.tensor_dataclass import blank, named_tensors, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import (
+    below,
+    blank,
+    check_same_shapes,
+    copy_into,
+    lift,
+    named_tensors,
+    tensor_dataclass,
+    tensors_by_name,
+    tree_map,
+    with_prefix,
+)
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
-from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
+from esper.simic.rewards.reward_config import GAMMA
+
+
+@tensor_dataclass
+class Transition:
+    """One step of all hosts. `reset` marks those whose recurrent state was zero before it."""
+
+    state: Float[Tensor, "N D"]
+    raw_state: Float[Tensor, "N D"]
+    blueprint_index: Int[Tensor, "N S"]
+    actions: Int[Tensor, "N 8"]
+    effective_op: Int[Tensor, " N"]
+    log_prob: Float[Tensor, "N 8"]
+    value: Float[Tensor, " N"]
+    reward: Float[Tensor, " N"]
+    bootstrap_value: Float[Tensor, " N"]
+    terminal: Bool[Tensor, " N"]
+    truncated: Bool[Tensor, " N"]
+    valid: Bool[Tensor, " N"]
+    reset: Bool[Tensor, " N"]
+    forced: Bool[Tensor, " N"]
+    legal: Bool[Tensor, "N 6 S"]
+    has_gate: Bool[Tensor, "N S"]
+
+
+_FINITE = ("state", "raw_state")
+"""Fields that are always finite (`features.observe`)."""
+_UNMASKED = ("valid", "reset")
+
+
+def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Entries by field of `Transition`, in the dtypes of the buffer; neutral where not `valid`.
+
+    Features are wide, so they are multiplied by 0, which is much faster than `where`.
+    """
+    neutral = neutral_row(entries["has_gate"].shape[-1], valid.device)
+    weight = valid.to(torch.float32)[..., None]
+    values = {}
+    for name, nothing in neutral.items():
+        entry = entries[name].to(nothing.dtype)
+        if name in _FINITE:
+            values[name] = entry * weight
+        elif name in _UNMASKED:
+            values[name] = entry
+        else:
+            values[name] = torch.where(lift(valid, entry), entry, nothing)
+    return values
+
+
+@lru_cache
+def neutral_row(num_slots: int, device: torch.device) -> dict[str, Tensor]:
+    """A neutral row, by field of `Transition`; broadcasts against one step of one host."""
+    dtypes = {"blueprint_index": torch.int64, "effective_op": torch.int64}
+    flags = ("terminal", "truncated", "valid", "reset", "forced", "has_gate")
+    dtypes.update(dict.fromkeys(flags, torch.bool))
+    neutral = {
+        name: torch.zeros((), dtype=dtypes.get(name, torch.float32), device=device)
+        for name in Transition.__annotations__
+    }
+    neutral["actions"] = torch.tensor(CANONICAL_ACTION, device=device)
+    neutral["legal"] = torch.zeros(NUM_OPS, num_slots, dtype=torch.bool, device=device)
+    neutral["legal"][LifecycleOp.WAIT, 0] = True
+    return neutral
 
 
 @tensor_dataclass
@@ -50,8 +125,8 @@ class SequenceBatch:
     hidden0: Hidden
 
 
-_NAMES = {name: name if name in SequenceBatch.__annotations__ else f"{name}s" for name in Row.__annotations__}
-"""Field of `Row` -> its slab, e.g. value -> values."""
+_NAMES = {name: name if name in SequenceBatch.__annotations__ else f"{name}s" for name in Transition.__annotations__}
+"""Field of `Transition` -> its slab, e.g. value -> values."""
 _FIELDS = {slab: name for name, slab in _NAMES.items()}
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
 
@@ -76,7 +151,7 @@ class TamiyoRolloutBuffer:
         hidden_dim: int,
         num_layers: int = 1,
         device: torch.device | str = "cpu",
-        gamma: float = 0.995,
+        gamma: float = GAMMA,
         gae_lambda: float = 0.95,
     ) -> None:
         self.num_envs, self.max_steps = num_envs, max_steps
@@ -87,7 +162,7 @@ class TamiyoRolloutBuffer:
             name: torch.full((), value, dtype=getattr(self.slabs, _NAMES[name]).dtype, device=device)
             for name, value in _DEFAULTS.items()
         }
-        self._columns: dict[int, Row] = {}
+        self._columns: dict[int, Transition] = {}
         self._lengths = [0] * num_envs
         self._normalized = False
         self.reset()
@@ -106,7 +181,7 @@ class TamiyoRolloutBuffer:
         self._lengths = [0] * self.num_envs
         self._normalized = False
 
-    def put(self, t: int, row: Row) -> None:
+    def put(self, t: int, row: Transition) -> None:
         """Copy `row` to column `t` of all hosts without neutralizing it. Raises IndexError outside the slab."""
         for name, place in vars(self.column(t)).items():
             place.copy_(getattr(row, name))
@@ -119,19 +194,19 @@ class TamiyoRolloutBuffer:
         for name, value in neutral_unless(self.slabs.valid, entries).items():
             entries[name].copy_(value)
 
-    def column(self, t: int) -> Row:
+    def column(self, t: int) -> Transition:
         """Views of column `t` (from 0). Raises IndexError outside the slab."""
         if not 0 <= t < self.max_steps:
             raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
         if t not in self._columns:
-            self._columns[t] = Row(**{name: getattr(self.slabs, slab)[:, t] for name, slab in _NAMES.items()})
+            self._columns[t] = Transition(**{name: getattr(self.slabs, slab)[:, t] for name, slab in _NAMES.items()})
         return self._columns[t]
 
     @torch.no_grad()
     def add(self, env_id: int, **fields: Entry) -> None:
         """Append one row to host `env_id`; nothing is read.
 
-        Fields are those of `Row`, by their own name or that of their slab (`value` or `values`), with defaults for
+        Fields are those of `Transition`, by their own name or the buffer's (`value` or `values`), with defaults for
         `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True).
 
         Raises:
@@ -233,7 +308,7 @@ class TamiyoRolloutBuffer:
 
 def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: torch.device | str) -> SequenceBatch:
     """Uninitialized slabs of `n` hosts; the recurrent state before the first step is zero."""
-    row = blank(Row, {"N": n, "D": d, "S": s}, torch.device(device))
+    row = blank(Transition, {"N": n, "D": d, "S": s}, torch.device(device))
     slabs = {_NAMES[name]: x.new_empty((n, t, *x.shape[1:])) for name, x in vars(row).items()}
     slabs |= {name: torch.empty_like(slabs["values"]) for name in ("advantages", "returns")}
     zeros = torch.zeros(hidden[0], n, hidden[1], device=device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, RewardConfig
 
 
 @tensor_dataclass
@@ -65,7 +65,7 @@ class ObjectiveReward:
             shaping, terminal = -state.last, self.worth(hosts.committed_acc, fossil_params, hosts.host_params)
         else:
             potential = self.worth(hosts.val_acc, slots.params.sum(1), hosts.host_params)
-            shaping, terminal = self.config.gamma * potential - state.last, torch.zeros_like(state.last)
+            shaping, terminal = GAMMA * potential - state.last, torch.zeros_like(state.last)
         breakdown = torch.stack((shaping, terminal), dim=1).to(hosts.val_acc.dtype)
         flags = torch.zeros(len(potential), 2, dtype=torch.bool, device=potential.device)
         output = RewardOutput(total=breakdown.sum(1), breakdown=breakdown, flags=flags)
@@ -73,11 +73,11 @@ class ObjectiveReward:
 
     def rollback_reward(self, state: Potentials) -> Float[Tensor, " N"]:
         """[N]: reward of the last row of a host that is rolled back now: the one it had, and the penalty."""
-        return (self.config.gamma * state.last - state.before + self._rollback_penalty).to(torch.float32)
+        return (GAMMA * state.last - state.before + self._rollback_penalty).to(torch.float32)
 
     def reset_hosts(self, state: Potentials, mask: Bool[Tensor, " N"]) -> Potentials:
         """Carried state where the masked hosts continue from the potential before this step, which had no reward."""
-        carried = state.before / self.config.gamma
+        carried = state.before / GAMMA
         return Potentials(last=torch.where(mask, carried, state.last), before=state.before)
 
     def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:

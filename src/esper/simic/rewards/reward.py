@@ -1,27 +1,327 @@
-"""Rewards as `RewardProtocol`, and the registry in which users add their own.
+"""A reward step of all modes except `objective`: the kernel on each target slot, then terms that depend on the past.
 
-@register_reward("accuracy_only", time_limit="terminate")
-def build(config: RewardConfig) -> RewardProtocol: ...
+    inputs  slots and hosts before the op, the op and its outcome   (leyline.RewardInputs)
+    state   carried from step to step                               (RewardState)
+    ------> reward of the step (leyline.RewardOutput) and the next state
 
-reward = make_reward("objective")            # one of the nine modes, or a registered name
+Pure, without host reads. Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RegistryError, nearest
-from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
-from esper.leyline.protocols import RewardProtocol
-from esper.leyline.tensor_dataclass import blank
-from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
-from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
+from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
+from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
+from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
+from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched
 from esper.simic.rewards.objective import ObjectiveReward
-from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
-from esper.simic.rewards.terms import REWARD_TERMS
+from esper.simic.rewards.reward_config import GAMMA, MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
+
+_STAGE_SETS = (HAS_MODULE, GROWING, frozenset({SeedStage.FOSSILIZED}), BLENDED)
+
+
+@tensor_dataclass
+class SlotSets:
+    """Membership of slots in sets of stages, and counts per host."""
+
+    live: Bool[Tensor, "N S"]
+    growing: Bool[Tensor, "N S"]
+    fossil: Bool[Tensor, "N S"]
+    blended: Bool[Tensor, "N S"]
+    num_growing: Int[Tensor, " N"]
+    num_fossil: Int[Tensor, " N"]
+
+
+@lru_cache
+def _set_table(device: torch.device) -> Tensor:
+    """Membership [set, stage]."""
+    return torch.tensor([stages_mask(stages) for stages in _STAGE_SETS], device=device)
+
+
+def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
+    """Membership of every slot in the sets of stages."""
+    table: Tensor = _set_table(stage.device)
+    members_4NS = table.index_select(1, stage.reshape(-1)).view(len(_STAGE_SETS), *stage.shape)
+    live, growing, fossil, blended = members_4NS.unbind()
+    num_growing, num_fossil = members_4NS[1:3].sum(-1).unbind()
+    return SlotSets(
+        live=live, growing=growing, fossil=fossil, blended=blended, num_growing=num_growing, num_fossil=num_fossil
+    )
+
+
+def at_target(values: Tensor, index_N1: Int[Tensor, "N 1"]) -> Tensor:
+    """[N]: `values[n, target[n]]` of values [N, S]; the index is `target[:, None]`."""
+    return values.gather(1, index_N1).squeeze(1)
+
+
+def parameters(
+    inputs: RewardInputs, sets: SlotSets, state: "RewardState", config: RewardConfig
+) -> tuple[dict[str, Float[Tensor, " N"]], Float[Tensor, "N S"], Float[Tensor, "N S"]]:
+    """Parameters, occupancy and alpha movement of each host by the kernel's names; alpha and parameters of each slot.
+
+    occupancy = sum over blended slots of slot ratio * host + alpha * n;
+    alpha movement = sum of (alpha - alpha')^2 * n' / max(host, floor), with (alpha', n') of the previous step.
+    """
+    zero_NS = torch.zeros_like(state.prev_params)
+    host_N = inputs.hosts.host_params.to(torch.float64)
+    alpha_NS = torch.where(sets.live, inputs.slots.alpha.to(torch.float64), zero_NS)
+    params_NS = torch.where(sets.live, inputs.slots.params.to(torch.float64), zero_NS)
+    occupied_NS = torch.addcmul((config.base_slot_rent_ratio * host_N)[:, None], alpha_NS, params_NS)
+    moved_NS = (alpha_NS - state.prev_alpha).square() * state.prev_params
+    fossil_NS = torch.where(sets.fossil, params_NS, zero_NS)
+    sums_4N = torch.stack((params_NS, fossil_NS, torch.where(sets.blended, occupied_NS, zero_NS), moved_NS)).sum(-1)
+    seeds_N, fossilized_N, occupancy_N, moved_N = sums_4N.unbind()
+    moved_N = moved_N / host_N.clamp(min=config.rent_host_params_floor)
+    found = {
+        "total_params": host_N + seeds_N,
+        "host_params": host_N,
+        "effective_seed_params": occupancy_N,
+        "alpha_delta_sq_sums": moved_N.masked_fill(host_N <= 0, 0.0),
+        "fossilized_params": fossilized_N,
+    }
+    return found, alpha_NS, params_NS
+
+
+def stable_accuracy(hosts: HostState, window: int) -> Float[Tensor, " N"]:
+    """Smallest of the last `window` known accuracies of a host, the current one included; NaN if that is missing."""
+    known_NW = torch.where(torch.isnan(hosts.acc_hist), torch.inf, hosts.acc_hist)[:, -window:]
+    return torch.minimum(known_NW.amin(-1), hosts.val_acc).to(torch.float64)
+
+
+def change(now_N: Tensor, before_N: Tensor) -> Tensor:
+    """Difference in float64; 0 where there is no previous value."""
+    return torch.nan_to_num(now_N.to(torch.float64) - before_N, nan=0.0)
+
+
+_COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
+CONTRIBUTION_MODES = ("shaped", "escrow")
+"""Modes with refund, automatic-prune penalty and hindsight credit."""
+HINDSIGHT_SCALE = 0.1
+
+
+@tensor_dataclass
+class RewardState:
+    """Carried state; float64, zero at the start of an episode and after a rollback.
+
+    Attributes:
+        escrow: credit account of each slot.
+        ledger: sum of a slot's positive interactions in each step so far; width 0 in modes without hindsight credit.
+        deferred_scale: open pools, 0 = none.
+        prev_alpha, prev_params: alpha and parameters of each slot in the previous step.
+    """
+
+    escrow: Float[Tensor, "N S"]
+    ledger: Float[Tensor, "N S E"]
+    deferred_scale: Float[Tensor, "N S"]
+    prev_alpha: Float[Tensor, "N S"]
+    prev_params: Float[Tensor, "N S"]
+
+
+def initial_state(n: int, slots: int, steps: int, device: torch.device, config: RewardConfig) -> RewardState:
+    """The state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
+    if config.mode == "objective":
+        raise ConfigError("mode 'objective' is computed by ObjectiveReward; use make_reward('objective').")
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=device)
+
+    return RewardState(
+        escrow=zeros(n, slots),
+        ledger=zeros(n, slots, steps if config.mode in CONTRIBUTION_MODES else 0),
+        deferred_scale=zeros(n, slots),
+        prev_alpha=zeros(n, slots),
+        prev_params=zeros(n, slots),
+    )
+
+
+def reset_hosts(state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
+    """The state with the masked hosts as at the start of an episode; for hosts rolled back in this step.
+
+    Zero `prev_params` means no alpha movement in the next step, as in the restored slots: only fossils survive a
+    rollback, and their alpha stays 1.
+    """
+    zero = state.escrow.new_zeros(())
+    return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
+
+
+def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, " N"]:
+    """Reward that replaces that of the last row of each host if it is rolled back now."""
+    penalty, hosts = config.resolved("rollback_penalty"), len(state.escrow)
+    return torch.full((hosts,), penalty, dtype=torch.float32, device=state.escrow.device)
+
+
+@lru_cache
+def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
+    """The numbers of the mode on `device`."""
+    return (config.loss.pack() if config.mode == "loss" else config.pack()).to(device)
+
+
+def reward_step(
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    kernel: Kernel = compute_reward_batched,
+) -> tuple[RewardOutput, RewardState]:
+    """Reward one step of all hosts; a refused operation counts as WAIT.
+
+    Args:
+        inputs: slots and hosts before the op, and the outcome of op and tick.
+        state: the value returned by the previous step of the episode, or `initial_state`.
+        config: mode and numbers.
+        kernel: eager or compiled.
+
+    Returns:
+        The reward in the dtype of `hosts.val_acc`, and the state for the next step.
+    """
+    op_N = inputs.ops * inputs.success
+    index_N1 = inputs.target[:, None]
+    sets = slot_sets(inputs.slots.stage)
+    slots, dtype = inputs.slots, inputs.hosts.val_acc.dtype
+    old_NS = slots.contribution_step != inputs.epoch  # or never measured
+    measured_NS = slots.contribution.to(torch.float64).masked_fill(old_NS, torch.nan)
+    params, alpha_NS, params_NS = parameters(inputs, sets, state, config)
+    output = kernel(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS), **params)
+    total_N, extra = output.total, dict[str, Tensor]()
+    after: dict[str, Tensor] = {"prev_alpha": alpha_NS, "prev_params": params_NS}
+    if config.mode == "escrow":  # an account lives as long as its seed
+        written_NS = torch.where(_is_target(inputs), output.escrow_next[:, None], state.escrow)
+        after["escrow"] = torch.where(sets.live, written_NS, 0.0)
+    if config.mode in CONTRIBUTION_MODES:
+        extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
+        extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N1, sets.live, measured_NS)
+        if inputs.epoch == inputs.max_epochs:
+            extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
+    if config.mode == "basic_plus":  # a pool counts from the next step to the end of the episode
+        opened_N = torch.where(
+            output.deferred_opened > 0, output.deferred_opened, at_target(state.deferred_scale, index_N1)
+        )
+        after["deferred_scale"] = torch.where(_is_target(inputs), opened_N[:, None], state.deferred_scale)
+    for name, value_N in extra.items():
+        output.breakdown[:, _COLUMN[name]] = value_N
+        total_N = total_N + value_N
+    reward = RewardOutput(total=total_N.to(dtype), breakdown=output.breakdown.to(dtype), flags=output.flags)
+    return reward, replace(state, **after)
+
+
+def _arguments(
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    op_N: Tensor,
+    index_N1: Tensor,
+    sets: SlotSets,
+    measured_NS: Tensor,
+) -> dict[str, Any]:
+    """Arguments of the kernel; numbers are float64 and contiguous, steps are tensors, so that one graph serves all."""
+
+    def target(values_NS: Tensor) -> Tensor:
+        return at_target(values_NS, index_N1)
+
+    hosts, slots, val_acc_N = inputs.hosts, inputs.slots, inputs.hosts.val_acc.to(torch.float64)
+    escrow, deferred, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
+    return {
+        "actions": op_N,
+        "seed_contributions": target(measured_NS),
+        "val_accs": val_acc_N,
+        "acc_deltas": change(val_acc_N, hosts.prev_val_acc),
+        "has_seed_mask": target(sets.live),
+        "stages": target(slots.stage),
+        "total_improvements": val_acc_N - target(slots.acc_at_germination),
+        "epochs_in_stage": target(slots.epochs_in_stage),
+        "seed_ages": target(slots.age),
+        "previous_stages": target(slots.prev_stage),
+        "previous_epochs": target(slots.prev_epochs),
+        "epoch": _as_tensor(inputs.epoch, op_N),
+        "max_epochs": _as_tensor(inputs.max_epochs, op_N),
+        "config_weights": packed_weights(config, op_N.device),
+        "mode": config.mode,
+        "attribution": config.attribution,
+        "counterfactual_improvements": hosts.cf_total.to(torch.float64),
+        "stage_improvements": val_acc_N - target(slots.acc_at_stage_start),
+        "interaction_sums": target(slots.interaction_sum).to(torch.float64),
+        "stable_val_accs": stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
+        "escrow_credits": target(state.escrow) if escrow else None,
+        "num_active": sets.num_growing,
+        "num_fossilized": sets.num_fossil,
+        "num_contributing": hosts.n_contributing.contiguous(),
+        "committed_accs": hosts.committed_acc.to(torch.float64),
+        "deferred_scales": state.deferred_scale if deferred else None,
+        "deferred_contributions": measured_NS if deferred else None,
+        "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
+        "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
+    }
+
+
+def _as_tensor(clock: int | Tensor, like: Tensor) -> Tensor:
+    return clock if isinstance(clock, Tensor) else like.new_full((), clock)
+
+
+def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
+    """The slot that each host's operation aims at, as a mask.
+
+    A mask, not `scatter`: compiled for a CPU, PyTorch 2.13 moves a read of the scattered tensor before the scatter.
+    """
+    slots = torch.arange(inputs.slots.stage.shape[1], device=inputs.target.device)
+    return inputs.target[:, None] == slots
+
+
+def _hindsight(
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    op_N: Tensor,
+    index_N1: Tensor,
+    live_NS: Tensor,
+    measured_NS: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Hindsight credit for helping other seeds: (term [N], next ledger [N,S,E]).
+
+    min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)) when the seed is
+    fossilized with a contribution c > 0; then the seed's row is cleared.
+    """
+    assert isinstance(inputs.epoch, int), "the ledger has a column for each step"
+    now = inputs.epoch - 1
+    helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
+    helped_NS = helped_NS * live_NS
+    known_NSE = state.ledger[..., : inputs.epoch]
+    row_NE = known_NSE.gather(1, index_N1[..., None].expand(-1, -1, inputs.epoch)).squeeze(1)
+    row_NE[:, now] = at_target(helped_NS, index_N1)
+    gain_N = torch.nan_to_num(at_target(measured_NS, index_N1), nan=0.0)
+    ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
+    credit_NE = torch.tanh(row_NE * (HINDSIGHT_SCALE * gain_N)[:, None]) * torch.pow(GAMMA, ages_E)
+    credit_N = torch.clamp(config.hindsight_weight * credit_NE.sum(-1), max=config.hindsight_cap)
+    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, index_N1)
+    keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
+    ledger_NSE = state.ledger * keep_NS[..., None]
+    ledger_NSE[..., now] = helped_NS * keep_NS
+    return credit_N * (fossilized_N & (gain_N > 0)), ledger_NSE
+
+
+def _at_the_end(
+    inputs: RewardInputs, escrow_NS: Tensor | None, config: RewardConfig, op_N: Tensor, growing_NS: Tensor
+) -> dict[str, Tensor]:
+    """Terms of the last step: forfeited accounts of growing seeds, potential of seeds that never blended."""
+    extra: dict[str, Tensor] = {}
+    if escrow_NS is not None:
+        extra["escrow_forfeit"] = -torch.where(growing_NS, escrow_NS, 0.0).sum(-1)
+    if not config.disable_pbrs:
+        stage_NS, age_NS = inputs.slots.stage, inputs.slots.age.to(torch.float64)
+        young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))
+        pruned_N = op_N == int(LifecycleOp.PRUNE)
+        gone_NS = _is_target(inputs) & pruned_N[:, None]
+        potential = config.pbrs_weight * NEW_SEED_POTENTIAL
+        due_NS = potential * torch.pow(GAMMA, 1.0 - age_NS)
+        extra["germination_refund"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
+    return extra
+
 
 if TYPE_CHECKING:
     AnyReward: TypeAlias = RewardProtocol[Any]

@@ -1,8 +1,8 @@
-"""Data sets: checked, split, and resident on the device."""
+"""Data sets: checked, split, and resident on the device; where their files lie, and stratified splits."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from esper.leyline.errors import DataError
-from esper.leyline.random import Stream, seeded_generators, word_rows
+from esper.leyline.errors import DataError, option
+from esper.leyline.random import Stream, permutation, seeded_generators, word_rows
 from esper.leyline.structure import Structure, described
 
 SplitName = Literal["train", "val", "test"]
@@ -196,3 +196,133 @@ class Dataset:
 def data_label(identity: Mapping[str, object]) -> str:
     """What reports call a data set: its name, and which copy it is if it says so, e.g. "CIFAR-10 (JPEG q75)"."""
     return f"{identity['name']} ({identity['copy']})" if "copy" in identity else str(identity["name"])
+
+
+# -- files of a data set -----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of one data set.
+
+    Attributes:
+        name: name of the data set.
+        alternatives: complete sets of files, each as paths below the data folder; the first one that exists is read.
+        or_gz: whether FILE.gz may take the place of FILE.
+    """
+
+    name: str
+    alternatives: tuple[tuple[str, ...], ...]
+    or_gz: bool = False
+
+    def find(self, data_dir: Path | None) -> tuple[Path, ...]:
+        """The files of one alternative, in its order.
+
+        Raises:
+            DataError: no folder is named, it does not exist, or a file is missing in it.
+        """
+        if data_dir is None:
+            raise DataError(
+                f"{self.name} is read from files but no folder was named; name the one that holds them with "
+                f"{option('data_dir')}, data_dir in a configuration file, or the environment variable ESPER_DATA."
+            )
+        if not data_dir.is_dir():
+            raise DataError(f"{data_dir}: there is no such folder; name the one that holds {self.expected}.")
+        candidates = [tuple(self._existing(data_dir / name) for name in names) for names in self.alternatives]
+        best = max(candidates, key=lambda files: sum(path.is_file() for path in files))
+        missing = [str(path) for path in best if not path.is_file()]
+        if missing:
+            raise DataError(
+                f"{data_dir}: found no {', no '.join(missing)}; expected {self.expected}; put it there or name another "
+                "folder."
+            )
+        return best
+
+    def folder(self, data_dir: Path | None) -> Path | None:
+        """The folder in which `find` finds the first file, or None."""
+        try:
+            return self.find(data_dir)[0].parent
+        except DataError:
+            return None
+
+    @property
+    def expected(self) -> str:
+        """The files in words, e.g. "text/a.txt or a.txt", "a, b (or .gz) in the data folder or its folder c"."""
+        if len(self.alternatives[0]) == 1:
+            return " or ".join(name for (name,) in self.alternatives)
+        names = ", ".join(PurePath(name).name for name in self.alternatives[0])
+        folders = [str(PurePath(first).parent) for first, *_ in self.alternatives]
+        inner = " or ".join(folder for folder in folders if folder != ".")
+        return f"{names}{' (or .gz)' * self.or_gz} in the data folder or its folder {inner}"
+
+    def _existing(self, path: Path) -> Path:
+        compressed = path.with_name(f"{path.name}.gz")
+        return compressed if self.or_gz and compressed.is_file() and not path.is_file() else path
+
+
+def in_folders(names: tuple[str, ...], *folders: str) -> tuple[tuple[str, ...], ...]:
+    """Alternatives of the same files in any of the folders."""
+    return tuple(tuple(str(PurePath(folder) / name) for name in names) for folder in folders)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; raises DataError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); name another file or check permissions."
+        ) from error
+
+
+# -- stratified splits -------------------------------------------------------------------------------------------------
+
+
+def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers that add up to `total` in proportion to `weights` (Hamilton's method).
+
+    Each gets the floor of its exact share; what is left goes to the largest fractions, the earlier one on ties.
+    Integer arithmetic, so that shares do not depend on rounding: share_i = total * w_i / sum(w).
+    """
+    whole = sum(weights)
+    shares = [total * weight // whole for weight in weights]
+    fractions = [total * weight % whole for weight in weights]
+    by_fraction = sorted(range(len(weights)), key=lambda i: (-fractions[i], i))
+    for i in by_fraction[: total - sum(shares)]:
+        shares[i] += 1
+    return tuple(shares)
+
+
+def stratified_split(
+    labels: Int[Tensor, " n"], sizes: Sequence[int], num_classes: int, run_seed: int
+) -> tuple[Int[Tensor, " _"], ...]:
+    """Indices of `len(sizes)` disjoint parts and, as the last part, of the rest; each ascending.
+
+    The examples of a class are dealt in the order of one random permutation, which depends on the run seed alone:
+    all hosts and episodes of a run share the split.
+
+    Args:
+        labels: class of each example, 0 .. num_classes - 1.
+        sizes: examples of each part; every class gives its largest-remainder share of what is left.
+        num_classes: number of classes.
+        run_seed: key of the permutation.
+
+    Raises:
+        DataError: the parts would leave no example over.
+    """
+    if sum(sizes) >= len(labels):
+        raise DataError(
+            f"{len(labels)} examples cannot be split into parts of {', '.join(map(str, sizes))} with a rest; "
+            "use a complete data set."
+        )
+    order = permutation(run_seed, Stream.SPLIT, torch.zeros(1, dtype=torch.int64), len(labels))[0]
+    order = order.to(labels.device)
+    left = [order[labels[order] == c] for c in range(num_classes)]
+    parts = []
+    for size in sizes:
+        shares = largest_remainder(size, [len(indices) for indices in left])
+        parts.append(torch.cat([indices[:share] for indices, share in zip(left, shares, strict=True)]))
+        left = [indices[share:] for indices, share in zip(left, shares, strict=True)]
+    parts.append(torch.cat(left))
+    return tuple(part.sort().values for part in parts)

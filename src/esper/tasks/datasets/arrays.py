@@ -27,12 +27,10 @@ from torch.utils.data import (
 
 from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
-from esper.leyline.pytree import Form, flatten, unflatten
 from esper.leyline.random import seeded_generators
-from esper.leyline.structure import Structure
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split
-from esper.tasks.datasets.splits import stratified_split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
+from esper.leyline.structure import Form, Structure, flatten, unflatten
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split, stratified_split
+from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 
 
 @runtime_checkable
@@ -170,7 +168,7 @@ def _check_names(name: str, names: Sequence[str], objective: Objective) -> None:
         return
     losses = objective.objective if isinstance(objective, WithMetric) else objective
     if not isinstance(losses, Classification):
-        raise DataError(f"{name}: {len(names)} class names are given, but its targets are no classes; leave them out.")
+        raise DataError(f"{name}: {len(names)} class names are given, but its targets are not classes; leave them out.")
     count = losses.num_classes
     if len(names) != count or len(set(names)) != count or not all(isinstance(one, str) for one in names):
         raise DataError(f"{name}: the class names are {list(names)}, expected {count} different texts, in order.")
@@ -186,7 +184,7 @@ def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
     """Inputs as they are stored and targets as they are given, on the CPU; `place` names them in messages.
 
     Raises:
-        DataError: they are no examples; targets are not compared with an objective yet.
+        DataError: they are not examples; targets are not compared with an objective yet.
     """
     if isinstance(examples, Mapping):
         pair: tuple[Any, ...] = _pair(place, examples)

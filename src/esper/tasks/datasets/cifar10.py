@@ -3,9 +3,15 @@
 A copy whose pixels were changed, by JPEG for instance, is read as well. Accuracies on it are not those of CIFAR-10,
 so `identity["copy"]` says what it is: "official" by the MD5 sums, else the first line of `label.txt` in the folder
 (such as "JPEG q75"), else "modified copy".
+
+The files are pickles, and a pickle may call any function by its name; all names but the three by which numpy stores an
+array are refused.
 """
 
 import hashlib
+import io
+import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +19,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets import Dataset, Source, Split, in_folders, read_bytes, stratified_split
 from esper.tasks.datasets.images import PIXEL_MAX, CropAndFlip, Pixels
-from esper.tasks.datasets.plain_pickle import array_of, read_pickle
-from esper.tasks.datasets.source import Source, in_folders, read_bytes
-from esper.tasks.datasets.splits import stratified_split
 
 NUM_CLASSES = 10
 NUM_PER_FILE, NUM_VAL = 10_000, 5_000
@@ -77,23 +80,59 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
     )
 
 
+_ARRAY_NAMES = {
+    ("numpy.core.multiarray", "_reconstruct"),  # numpy 1
+    ("numpy._core.multiarray", "_reconstruct"),  # numpy 2
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
+
+
+class _RefusedError(Exception):
+    """The name of a global that a pickle may not use."""
+
+
+class _ArraysOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        """What numpy stores an array with; others are refused."""
+        if (module, name) not in _ARRAY_NAMES:
+            raise _RefusedError(f"{module}.{name}")
+        return getattr(np, name, np.zeros(0).__reduce__()[0])
+
+
+def _read_batch(path: Path, content: bytes) -> dict[str, object]:
+    """The fields of one file.
+
+    Raises:
+        DataError: the pickle is damaged, names a global that is not needed for arrays, or holds no dictionary.
+    """
+    try:
+        found = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()  # Python 2 wrote the official files
+    except _RefusedError as error:
+        raise DataError(
+            f"{path}: the pickle names the global {error}, expected plain values and numpy arrays only; it could run "
+            "code and was not read, use the official file."
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DataError(
+            f"{path}: found {len(content)} bytes that are not a complete pickle ({type(error).__name__}: {error}); "
+            "fetch the file again."
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: found a pickled {type(found).__name__}, expected a dict; this is another file.")
+    return {name.decode() if isinstance(name, bytes) else str(name): value for name, value in found.items()}
+
+
 def _examples(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """Images [n, 3, 32, 32] of bytes and labels [n] of one file."""
-    batch = read_pickle(path, content)
-    fields = {name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()}
-    for name in ("data", "labels"):
-        if name not in fields:
-            raise DataError(f"{path}: found the fields {', '.join(map(str, fields))}, expected data and labels; this "
-                            "is another file, use the official one.")  # fmt: skip
-    pixels = array_of(path, "data", fields["data"])
-    if pixels.shape != (NUM_PER_FILE, int(np.prod(SHAPE))):
-        found = " x ".join(map(str, pixels.shape))
-        raise DataError(f"{path}: data holds {found} bytes, expected {NUM_PER_FILE} x {int(np.prod(SHAPE))}; use the "
-                        "official file.")  # fmt: skip
-    return torch.from_numpy(pixels).view(-1, *SHAPE), _labels(path, fields["labels"])
-
-
-def _labels(path: Path, labels: object) -> Tensor:
+    fields = _read_batch(path, content)
+    if not {"data", "labels"} <= fields.keys():
+        raise DataError(f"{path}: found the fields {', '.join(fields)}, expected data and labels; this is another "
+                        "file, use the official one.")  # fmt: skip
+    pixels, labels, size = fields["data"], fields["labels"], (NUM_PER_FILE, math.prod(SHAPE))
+    if not isinstance(pixels, np.ndarray) or pixels.shape != size or pixels.dtype != np.uint8:
+        found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else f"a {type(pixels).__name__}"
+        raise DataError(f"{path}: data is {found}, expected an array of uint8 {size}; use the official file.")
     if not isinstance(labels, list) or len(labels) != NUM_PER_FILE:
         found = f"{len(labels)} values" if isinstance(labels, list) else type(labels).__name__
         raise DataError(f"{path}: labels holds {found}, expected a list of {NUM_PER_FILE}; use the official file.")
@@ -101,7 +140,7 @@ def _labels(path: Path, labels: object) -> Tensor:
         if type(label) is not int or not 0 <= label < NUM_CLASSES:
             raise DataError(f"{path}: labels[{place}] is {label!r}, expected 0..{NUM_CLASSES - 1}; this is another "
                             "data set or the file is damaged.")  # fmt: skip
-    return torch.tensor(labels)
+    return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).view(-1, *SHAPE), torch.tensor(labels)
 
 
 def _label(path: Path) -> str:

@@ -1,17 +1,27 @@
-"""Fashion-MNIST from its official idx files: 60,000 training and 10,000 test images of 28x28 pixels."""
+"""Fashion-MNIST from its official idx files: 60,000 training and 10,000 test images of 28x28 pixels.
 
+An idx file, plain or gzip-compressed:
+
+    bytes 0-1   0, 0
+    byte  2     type of the values; 8 = unsigned byte, the only one used here
+    byte  3     number of axes
+    then        one big-endian 32-bit size per axis, then the values, row-major
+"""
+
+import gzip
+import math
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
-from esper.tasks.datasets import Dataset, Split
-from esper.tasks.datasets.idx import Bytes, read_labelled_images
-from esper.tasks.datasets.images import PIXEL_MAX, Pixels
-from esper.tasks.datasets.source import Source, in_folders
-from esper.tasks.datasets.splits import stratified_split
-from esper.tasks.datasets.variants import PLAIN, View, with_views
+from esper.leyline.errors import DataError
+from esper.tasks.datasets import Dataset, Source, Split, in_folders, read_bytes, stratified_split
+from esper.tasks.datasets.images import PIXEL_MAX, PLAIN, Pixels, View, with_views
 
 NUM_CLASSES = 10
 NUM_TRAIN_FILE, NUM_TEST, NUM_VAL = 60_000, 10_000, 6_000
@@ -22,7 +32,7 @@ CLASS_NAMES = (
 SIDE = 28
 MEAN, STD = 0.2860, 0.3530
 VIEWS = (PLAIN, View(tile=3, region=6))
-"""As `digits.VIEWS`, for blocks of 3x3 pixels."""
+"""As `images.DIGIT_VIEWS`, for blocks of 3x3 pixels."""
 BORDER = 2
 FEWER = (4_000, 500, 2_000)
 
@@ -45,11 +55,8 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         DataError: no folder is named, a file is missing or broken, or the files hold something else.
     """
     train_images, train_labels, test_images, test_labels = paths = SOURCE.find(data_dir)
-    images, labels = _read(train_images, train_labels, NUM_TRAIN_FILE)
-    y = _labels(labels)
+    x, y = read_labelled_images(train_images, train_labels, NUM_TRAIN_FILE)
     val, train = stratified_split(y, (NUM_VAL,), NUM_CLASSES, run_seed)
-    x = _pixels(images)
-    held_out, held_out_labels = _read(test_images, test_labels, NUM_TEST)
     return Dataset(
         identity={
             "name": "fashion_mnist",
@@ -61,7 +68,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         },
         train=Split(x[train], y[train]),
         val=Split(x[val], y[val]),
-        test=Split(_pixels(held_out), _labels(held_out_labels)),
+        test=Split(*read_labelled_images(test_images, test_labels, NUM_TEST)),
         num_classes=NUM_CLASSES,
         class_names=CLASS_NAMES,
         inputs=Pixels((MEAN,), (STD,)),
@@ -80,13 +87,53 @@ def load_views(data_dir: Path | None, run_seed: int) -> Dataset:
     return with_views(replace(whole, identity=identity, train=train, val=val, test=test), VIEWS, run_seed)
 
 
-def _read(images: Path, labels: Path, count: int) -> tuple[Bytes, Bytes]:
-    return read_labelled_images(images, labels, count=count, height=SIDE, width=SIDE, num_classes=NUM_CLASSES)
+def read_labelled_images(images: Path, labels: Path, count: int) -> tuple[Tensor, Tensor]:
+    """Images [count, 1, 28, 28] of bytes and their labels [count].
+
+    Raises:
+        DataError: a file is missing or damaged, or they are not the announced data set.
+    """
+    x, y = read_idx(images, (count, SIDE, SIDE)), read_idx(labels, (count,)).to(torch.int64)
+    if (highest := int(y.max())) >= NUM_CLASSES:
+        raise DataError(
+            f"{labels}: found the label {highest}, expected 0..{NUM_CLASSES - 1}; this is another data set or the file "
+            "is damaged, fetch it again."
+        )
+    return x.unsqueeze(1), y
 
 
-def _pixels(images: Bytes) -> Tensor:
-    return torch.from_numpy(images.copy()).unsqueeze(1)  # the buffer of a file is read-only
+def read_idx(path: Path, shape: tuple[int, ...]) -> UInt8[Tensor, "..."]:
+    """The array in an idx file of unsigned bytes; a name that ends in .gz is decompressed.
+
+    Raises:
+        DataError: the file is missing, or is not a complete idx file of that shape with nothing behind it.
+    """
+    content = read_bytes(path)
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"{path}: expected a complete gzip file, found a damaged one ({error}); fetch the file again."
+            ) from error
+    header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
+    start, expected = len(header), math.prod(shape)
+    words = f"an idx file of {' x '.join(map(str, shape))} unsigned bytes"
+    if content[:start] != header:
+        raise DataError(
+            f"{path}: found {_announced(content)}, expected {words}; this is another data set, name the folder of the "
+            "right one."
+        )
+    if (found := len(content) - start) != expected:
+        state = "truncated" if found < expected else "followed by other bytes"
+        raise DataError(f"{path}: found {found} values, expected {words}; the data are {state}, fetch the file again.")
+    return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8, offset=start).reshape(shape))
 
 
-def _labels(labels: Bytes) -> Tensor:
-    return torch.from_numpy(labels.copy()).to(torch.int64)
+def _announced(content: bytes) -> str:
+    """What the header of a file says."""
+    axes = content[3] if len(content) > 3 else 0
+    if content[:2] != b"\0\0" or not axes or len(content) < 4 + 4 * axes:
+        return f"a file that begins with the bytes {' '.join(map(str, content[:4])) or '(none)'}"
+    sizes = np.frombuffer(content, dtype=">u4", count=axes, offset=4)
+    return f"an idx file of {' x '.join(map(str, sizes))} values of type {content[2]}"

@@ -1,8 +1,19 @@
-"""Opens the records of one or several runs as tables of one database, which can only be read."""
+"""Opens the records of one or several runs as tables of one database, which can only be read.
 
+run directory                          schema run_0
+record/*.parquet        ---------->    part_steps, part_slots, part_coalitions  ->  steps, decisions, slots, ...
+metrics.jsonl           ---------->    rounds, updates
+events.jsonl            ---------->    episodes
+evaluation*.json        ---------->    evaluations
+config.toml, about.json ---------->    runs
+"""
+
+import json
 import os
+import stat
+import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,10 +21,28 @@ import duckdb
 import numpy as np
 
 from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.leyline.files import mode_of
 from esper.telemetry.anomalies import find, in_words
-from esper.telemetry.record.parts import identifier, quoted
-from esper.telemetry.record.run_files import RunFiles, insert_rows
-from esper.telemetry.record.schema import ANOMALIES, TABLES
+from esper.telemetry.record.schema import (
+    ANOMALIES,
+    COALITIONS,
+    DECISIONS,
+    EPISODES,
+    EVALUATIONS,
+    FLAG,
+    OP_NAMES,
+    REWARDS,
+    ROUNDS,
+    RUNS,
+    SLOTS,
+    STEPS,
+    STORED,
+    TABLES,
+    TERM,
+    Table,
+)
+from esper.telemetry.record.writer import identifier, part_of, quoted, sha256_of
+from esper.telemetry.run_directory import CONFIG, EVENTS, METRICS, RECORD, SUMMARY, about_of, require_run
 
 if TYPE_CHECKING:
     import pandas
@@ -21,7 +50,10 @@ if TYPE_CHECKING:
 
 MEMORY = "1GiB"
 """Most memory that a query may use."""
-_NAMES = tuple(table.name for table in TABLES)
+_CHUNK = 10_000
+"""Rows that are inserted at once."""
+Line = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 @final
@@ -44,7 +76,7 @@ class Record:
             self._database.execute(f"SET {setting}")
         names = _unique_names(paths)
         self._runs = {
-            name: RunFiles(path, f"run_{i}", self._database, self.complaints)
+            name: _RunTables(path, f"run_{i}", self._database, self.complaints)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
         self._add_views()
@@ -136,10 +168,10 @@ class Record:
             return
         self._searched = True
         for name, run in self._runs.items():
-            insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, find(self.query, name))
+            _insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, find(self.query, name))
 
     def _known(self) -> str:
-        return f"Tables: {', '.join(_NAMES)}; DESCRIBE shows the columns of one."
+        return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
 
     def _add_views(self) -> None:
         """One view per table over all runs, with the column `run` first."""
@@ -165,13 +197,12 @@ def open_record(paths: Sequence[Path]) -> Record:
     """The record of these run directories, as it is now.
 
     Raises:
-        RunDirectoryError: a path is no run directory.
+        RunDirectoryError: a path is not a run directory, or its run is of another version.
     """
     if not paths:
         raise RunDirectoryError("no run was named; give at least one run directory.")
     for path in paths:
-        if not (path / "config.toml").is_file():
-            raise RunDirectoryError(f"{path} is not a run directory: it has no config.toml; name another folder.")
+        require_run(path)
     return Record(list(paths))
 
 
@@ -214,3 +245,327 @@ def _explained(error: duckdb.Error) -> str:
     kept = [row for row in rows[:3] if not row.startswith(("LINE", "^"))]
     text = " ".join(kept).removeprefix("Catalog Error: ").removeprefix("Binder Error: ").removeprefix("Parser Error: ")
     return f"the query is wrong: {text.rstrip('.')}."
+
+
+# One run ------------------------------------------------------------------------------------------------------------
+
+
+@final
+class _RunTables:
+    """Makes the schema of one run.
+
+    Args:
+        path: the run directory. schema: name of the schema. database: connection. complaints: receives a sentence for
+            whatever cannot be read.
+
+    Attributes:
+        parts: files that queries will read.
+    """
+
+    def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection, complaints: list[str]) -> None:
+        self.path, self.schema, self.parts = path, schema, list[Path]()
+        self._database, self._complaints = database, complaints
+        self._metrics = read_lines(path / METRICS, (), complaints)
+        events = read_lines(path / EVENTS, ("run_started", "episode"), complaints)
+        started = next((event for event in events if event.get("kind") == "run_started"), {})
+        database.execute(f"CREATE SCHEMA {schema}")
+        rows, names = _update_rows(self._metrics)
+        self._table(ROUNDS.name, ROUNDS.types, round_rows(self._metrics))
+        self._table("updates", {"round": "INTEGER", **dict.fromkeys(names, "DOUBLE")}, rows)
+        self._table(EPISODES.name, EPISODES.types, _episode_rows(events, started.get("host_params")))
+        self._table(RUNS.name, RUNS.types, [self._run_row(started)])
+        evaluations = [
+            row
+            for file in evaluation_files(path)
+            for row in _evaluation_rows(_json(file, complaints), file.relative_to(path).as_posix())
+        ]
+        self._table(EVALUATIONS.name, EVALUATIONS.types, evaluations)
+        columns = {kind: self._part_view(kind) for kind in STORED}
+        self._step_views(columns["steps"])
+        self._view(SLOTS, "part_slots")
+        database.execute(f"CREATE VIEW {schema}.seeds AS {_SEEDS.format(schema=schema)}")
+        self._view(COALITIONS, "part_coalitions", members=_MEMBERS)
+        self._table(ANOMALIES.name, ANOMALIES.types, ())
+
+    def _part_view(self, kind: str) -> list[str]:
+        """The view `part_KIND` over all parts that can be read; returns its columns."""
+        files = self._readable_parts(kind)
+        self.parts += files
+        types = {c.name: "VARCHAR" if c.type == "VARCHAR[]" else c.type for c in STORED[kind]}
+        source, found = "", list[str]()
+        if files:
+            source = f" FROM read_parquet([{', '.join(map(quoted, files))}])"
+            found = [row[0] for row in self._database.execute(f"DESCRIBE SELECT *{source}").fetchall()]
+        known = [name for name in found if name in types or name.startswith((TERM, FLAG))]
+        missing = [f"NULL::{type} AS {identifier(name)}" for name, type in types.items() if name not in known]
+        select = ", ".join([*map(identifier, known), *missing])
+        self._database.execute(f"CREATE VIEW {self.schema}.part_{kind} AS SELECT {select}{source or ' WHERE false'}")
+        return [*types, *(name for name in known if name not in types)]
+
+    def _readable_parts(self, kind: str) -> list[Path]:
+        """The parts of complete rounds, without those that are damaged, and of the round that has begun."""
+        folder = self.path / RECORD
+        if mode_of(folder) and not stat.S_ISDIR(mode_of(folder)):
+            self._complaints.append(f"{folder} is a link or a file and was not read; restore the original folder.")
+            return []
+        files, number, faults = list[Path](), 0, dict[str, list[Path]]()
+        for line in self._metrics:
+            number, digest = int(line.get("round") or 0), (line.get("record") or {}).get(kind)
+            part = part_of(folder, kind, number)
+            if digest is None:
+                continue
+            if not mode_of(part):
+                faults.setdefault("is missing", []).append(part)
+            elif not stat.S_ISREG(mode_of(part)):
+                faults.setdefault("is not a regular file", []).append(part)
+            elif sha256_of(part) != digest:
+                faults.setdefault("is damaged: its SHA-256 is not that in metrics.jsonl", []).append(part)
+            else:
+                files.append(part)
+        for why, parts in faults.items():
+            more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
+            self._complaints.append(
+                f"{parts[0]} {why}{more}; its rows are left out. Restore it from a backup to see them."
+            )
+        begun = part_of(folder, kind, number + 1)
+        if stat.S_ISREG(mode_of(begun)):
+            try:
+                self._database.execute(f"DESCRIBE SELECT * FROM read_parquet({quoted(begun)})")
+                files.append(begun)
+            except duckdb.Error as error:
+                self._complaints.append(f"{begun} cannot be read ({_first_line(error)}); its rows are left out.")
+        return files
+
+    def _view(self, table: Table, source: str, where: str = "", **expressions: str) -> None:
+        columns = (
+            f"{expressions[name]} AS {identifier(name)}" if name in expressions else identifier(name)
+            for name in table.types
+        )
+        text = f"SELECT {', '.join(columns)} FROM {self.schema}.{source}{where and f' WHERE {where}'}"
+        self._database.execute(f"CREATE VIEW {self.schema}.{table.name} AS {text}")
+
+    def _step_views(self, columns: Sequence[str]) -> None:
+        """steps, decisions and rewards."""
+        flags = "".join(f", {identifier(name)}" for name in columns if name.startswith(FLAG))
+        names = ", ".join(identifier(name) for name in STEPS.types)
+        schema = self.schema
+        self._database.execute(f"CREATE VIEW {schema}.steps AS SELECT {names}{flags} FROM {schema}.part_steps")
+        self._view(DECISIONS, "part_steps", where="op IS NOT NULL")
+        terms = [
+            f"SELECT round, t, host, {quoted(name.removeprefix(TERM))} AS term, {identifier(name)} AS value "
+            f"FROM {schema}.part_steps WHERE {identifier(name)} IS NOT NULL"
+            for name in columns
+            if name.startswith(TERM)
+        ]
+        if terms:
+            self._database.execute(f"CREATE VIEW {schema}.rewards AS {' UNION ALL '.join(terms)}")
+        else:
+            self._table(REWARDS.name, REWARDS.types, ())
+
+    def _run_row(self, started: Line) -> Row:
+        config, about = _toml(self.path / CONFIG, self._complaints), about_of(self.path)
+        found = _json(self.path / SUMMARY, self._complaints)
+        summary = found if isinstance(found, dict) else {}
+        mode = (config.get("reward") or {}).get("mode")
+        return {
+            **{name: config.get(name) for name in ("task", "preset", "seed", "num_envs", "episode_length", "slots")},
+            "path": str(self.path.absolute()),
+            "reward": started.get("reward") or config.get("custom_reward") or mode,
+            "data": summary.get("data") or json.dumps(started.get("data")) if started else None,
+            "blueprints": started.get("blueprints"),
+            "reward_terms": about.get("terms"),
+            "device": started.get("device") or summary.get("device"),
+            "version": about.get("version"),
+            "commit": (about.get("environment") or {}).get("commit"),
+            "started": about.get("started"),
+            "finished": bool(summary),
+            "rounds": len(self._metrics),
+            "host_params": started.get("host_params"),
+            "config": config,
+            "environment": about.get("environment"),
+            "summary": found,
+        }
+
+    def _table(self, name: str, types: Mapping[str, str], rows: Iterable[Row]) -> None:
+        """A table of rows by column; NULL where a row has no value, or one of another type."""
+        columns = ", ".join(f"{identifier(column)} {kind}" for column, kind in types.items())
+        self._database.execute(f"CREATE TABLE {self.schema}.{name} ({columns})")
+        _insert_rows(self._database, f"{self.schema}.{name}", types, rows)
+
+
+def _insert_rows(
+    database: duckdb.DuckDBPyConnection, table: str, types: Mapping[str, str], rows: Iterable[Row]
+) -> None:
+    """Insert rows, whose values are those of JSON, into a table with columns of these types."""
+    structure = json.dumps(
+        [{name: [kind.removesuffix("[]")] if kind.endswith("[]") else kind for name, kind in types.items()}]
+    )
+    wanted = [{name: row.get(name) for name in types} for row in rows]
+    for begin in range(0, len(wanted), _CHUNK):
+        text = json.dumps(wanted[begin : begin + _CHUNK])
+        query = f"INSERT INTO {table} SELECT unnest(from_json($1::JSON, $2), max_depth := 2)"
+        database.execute(query, [text, structure])
+
+
+_MEMBERS = "CASE WHEN members = '' THEN []::VARCHAR[] ELSE string_split(members, '+') END"
+_SEEDS = """
+SELECT round, host, slot, serial, any_value(blueprint) AS blueprint, min(t)::INTEGER AS germinated_t,
+       (min(t) FILTER (stage = 'FOSSILIZED'))::INTEGER AS fossilized_t,
+       (CASE WHEN max(t) < any_value(last_t) AND arg_max(stage, t) <> 'FOSSILIZED' THEN max(t) + 1 END)::INTEGER
+           AS pruned_t,
+       arg_max(stage, t) AS last_stage, arg_max(alpha, t) AS last_alpha, max(params) AS params,
+       arg_max(contribution, t) AS contribution
+FROM {schema}.part_slots
+JOIN (SELECT round, max(t) AS last_t FROM {schema}.part_steps GROUP BY round) USING (round)
+GROUP BY round, host, slot, serial
+"""
+"""A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _text(path: Path, complaints: list[str]) -> str | None:
+    """The content of a regular file, None if there is none."""
+    mode = mode_of(path)
+    if mode and not stat.S_ISREG(mode):
+        complaints.append(f"{path} is not a regular file and was not read; restore the original.")
+        return None
+    return path.read_text(encoding="utf-8", errors="replace") if mode else None
+
+
+def _json(path: Path, complaints: list[str]) -> object:
+    text = _text(path, complaints)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
+        return None
+
+
+def _toml(path: Path, complaints: list[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_text(path, complaints) or "")
+    except tomllib.TOMLDecodeError as error:
+        complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
+        return {}
+
+
+# Rows from JSON -------------------------------------------------------------------------------------------------------
+
+
+_ROUND_KEYS = {
+    "objective": "objective_mean",
+    "committed": "committed_accuracy_mean",
+    "live": "live_accuracy_mean",
+    "growth": "growth_ratio_mean",
+    "shapley": "shapley_mean",
+    **{name: f"{name}_mean" for name in ("germinated", "pruned", "fossilized", "contributing", "refused")},
+}
+"""Key in metrics.jsonl by column of `rounds`, where they differ."""
+_EPISODE_KEYS = {"committed": "committed_accuracy", "live": "live_accuracy", "growth": "growth_ratio"}
+"""Key of an episode in events.jsonl by column of `episodes`, where they differ."""
+_NO_METRIC = {*_ROUND_KEYS.values(), *ROUNDS.types, "ops", "slots", "record", "phase_milliseconds", "memory_bytes"}
+
+
+def read_lines(path: Path, kinds: Sequence[str], complaints: list[str]) -> list[Row]:
+    """The lines of a file in order; with `kinds`, those of these kinds. A link or other non-file is refused.
+
+    A line that is damaged, such as the last one of a killed run, is left out and counted.
+    """
+    mode = mode_of(path)
+    if not mode:
+        return []
+    if not stat.S_ISREG(mode):
+        complaints.append(f"{path} is not a regular file and was not read; restore the original.")
+        return []
+    starts = tuple(f'{{"kind": "{kind}"' for kind in kinds)
+    found, damaged = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if kinds and not line.startswith(starts):
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                found.append(value)
+            else:
+                damaged += 1
+    if damaged:
+        complaints.append(f"{path} has {damaged} damaged lines, which were left out (a run was killed writing one).")
+    return found
+
+
+def round_rows(lines: Sequence[Line]) -> Iterator[Row]:
+    """Rows of `rounds` from metrics.jsonl."""
+    names = list(ROUNDS.types)
+    for line in lines:
+        row = {name: line.get(_ROUND_KEYS.get(name, name)) for name in names} | _ops(line)
+        seconds = (line.get("seconds") or 0.0) + (line.get("update_seconds") or 0.0)
+        row["env_steps_per_s"] = line.get("env_steps", 0) / seconds if seconds else None
+        row["memory_peak"] = (line.get("memory_bytes") or {}).get("peak")
+        yield row
+
+
+def _update_rows(lines: Sequence[Line]) -> tuple[list[Row], list[str]]:
+    """Rows of `updates` from metrics.jsonl, and the names of the metrics in the order of their first line."""
+    names: dict[str, None] = {}
+    rows = []
+    for line in lines:
+        metrics = {
+            name: value
+            for name, value in line.items()
+            if name not in _NO_METRIC and (value is None or isinstance(value, int | float))
+        }
+        names |= dict.fromkeys(metrics)
+        if metrics:
+            rows.append({"round": line.get("round"), **metrics})
+    return rows, list(names)
+
+
+def _episode_rows(events: Sequence[Line], host_params: int | None) -> Iterator[Row]:
+    """Rows of `episodes` from events.jsonl."""
+    names = list(EPISODES.types)
+    for event in events:
+        if event.get("kind") == "episode":
+            row = {name: event.get(_EPISODE_KEYS.get(name, name)) for name in names} | _ops(event)
+            growth = row["growth"]
+            row["params"] = round(growth * host_params) if host_params and growth is not None else None
+            yield row
+
+
+def evaluation_files(run: Path) -> list[Path]:
+    """The results of `esper evaluate` in a run directory, also in folders of its --out; the oldest first."""
+    folders = [path for path in run.glob("*/evaluation.json") if not path.parent.is_symlink()]
+    return sorted((*run.glob("evaluation*.json"), *folders), key=lambda path: (path.lstat().st_mtime_ns, path.name))
+
+
+def _evaluation_rows(document: object, file: str) -> Iterator[Row]:
+    """Rows of `evaluations` from a file of `esper evaluate --out`: means of all hosts, then each host.
+
+    Of several tasks the file holds a list.
+    """
+    if isinstance(document, list):
+        for one in document:
+            yield from _evaluation_rows(one, file)
+        return
+    controllers = document.get("controllers") if isinstance(document, dict) else None
+    place = {"file": file, "task": document.get("task") if isinstance(document, dict) else None}
+    for found in controllers if isinstance(controllers, list) else ():
+        if not isinstance(found, dict):
+            continue
+        names = ("objective", "committed", "test", "growth", "training_flops")
+        place["controller"] = found.get("name")
+        yield {**place, "host": None, **{name: found.get(name) for name in names}}
+        hosts = found.get("hosts")
+        columns = {n: v for n in names if isinstance(v := hosts.get(n), list)} if isinstance(hosts, dict) else {}
+        for host, values in enumerate(zip(*columns.values(), strict=False)):
+            yield {**place, "host": host, **dict(zip(columns, values, strict=True))}
+
+
+def _ops(line: Line) -> Row:
+    ops = line.get("ops") or {}
+    return {f"ops_{name.lower()}": ops.get(name) for name in OP_NAMES}

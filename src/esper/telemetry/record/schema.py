@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from esper.leyline.actions import LifecycleOp
 
-SCHEMA_VERSION = 1
-"""Of the stored tables; raised when a column changes its meaning. New columns do not raise it."""
-
 OP_NAMES = tuple(op.name for op in LifecycleOp)
 
 

@@ -1,159 +1,103 @@
-"""Writes the parts of a run record, in a thread of its own.
+"""The parts of a run record: the folder `record/` of a run directory, with one Parquet file for each kind and round.
 
-run --add--> steps that wait --every 10 s, or 1 % of the run--> thread: columns, Parquet, sync, rename
+record/steps-000003.parquet        rows of round 3
+record/slots-000003.parquet
+record/coalitions-000003.parquet
 
-The thread of training only appends to a list. A disk that is slow or fails never stops training: steps that find no
-place are dropped, counted, and named at the end of the run. A run that is killed loses the steps that waited.
+A part is written when its round ends, or when the run stops within it, under a hidden name, and renamed; the
+next checkpoint waits until it is on the disk. The line of the round in metrics.jsonl holds its SHA-256.
 """
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Full, Queue
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, final
 
-from esper.telemetry.record.parts import Place, Rows, write_part
+import numpy as np
+
+from esper.leyline.files import draft_of
+from esper.telemetry.record.schema import STORED
 
 if TYPE_CHECKING:
     import duckdb
 
-SECONDS, SHARE = 10.0, 0.01
-"""A part holds at least so many seconds, and at least this share of the run, so that a long run has few parts."""
-MOST_BYTES = 32 * 2**20
-"""Size of the waiting steps at which a part is written early."""
-DROP_BYTES = 8 * MOST_BYTES
-"""Size of the waiting steps at which they are dropped, because the disk is too slow."""
-
-
-@runtime_checkable
-class Step(Protocol):
-    """What the writer must know of a step."""
-
-    @property
-    def episode(self) -> int:
-        """Round, from 0."""
-        ...
-
-    @property
-    def t(self) -> int:
-        """Step, from 1."""
-        ...
-
-
-S = TypeVar("S", bound=Step)
-
 
 @final
-class RecordWriter(Generic[S]):
-    """Collects the steps of a run and writes them as parts.
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one part, as arrays of equal length by column; `kind` is a key of `STORED`.
 
-    Args:
-        folder: of the parts; made when the first one is written. convert: the rows of successive steps; called in the
-            thread of the writer. size: bytes that a step occupies while it waits. clock: monotonic seconds.
+    `labels` are the texts of columns that hold numbers instead; a number without a label means NULL. NaN means NULL.
+    Columns that are not in the schema are stored as they are.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        convert: Callable[[Sequence[S]], Iterable[Rows]],
-        size: Callable[[S], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._convert, self._size, self._clock = folder, convert, size, clock
-        self._began = self._last = clock()
-        self._waiting: list[S] = []
-        self._step_bytes = 0
-        self._queue: Queue[list[S] | None] = Queue(maxsize=1)
-        self._thread: threading.Thread | None = None
-        self._failure = ""
-        self.dropped = 0
-        """Steps that are not in the record."""
-        self.written_bytes = 0
-        """Size of the parts so far."""
-
-    def add(self, step: S) -> None:
-        """Take one step; does not wait for the disk."""
-        self._step_bytes = self._step_bytes or self._size(step)
-        self._waiting.append(step)
-        waiting = len(self._waiting) * self._step_bytes
-        if waiting >= DROP_BYTES:
-            self._drop(self._waiting, "the disk is slower than the run")
-            self._waiting = []
-        elif waiting >= MOST_BYTES:
-            self._hand_over()
-
-    def round_ended(self) -> None:
-        """Write a part if the last one is old enough."""
-        now = self._clock()
-        if now - self._last >= max(SECONDS, SHARE * (now - self._began)):
-            self._hand_over()
-
-    def flush(self) -> None:
-        """Write all steps so far and wait for the disk."""
-        if self._waiting:
-            self._hand_over(wait=True)
-        if self._thread is not None:
-            self._queue.join()
-
-    def close(self) -> None:
-        """Write what waits and end the thread."""
-        self.flush()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def complaints(self) -> list[str]:
-        """A sentence if steps are missing."""
-        if not self.dropped:
-            return []
-        return [
-            f"the run record lacks {self.dropped} steps: {self._failure}; `esper query` shows the others. "
-            "Results and checkpoints are not affected."
-        ]
-
-    def _hand_over(self, *, wait: bool = False) -> bool:
-        """Pass the waiting steps to the thread, unless it is busy and we do not `wait`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="esper-record", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put(self._waiting, block=wait)
-        except Full:
-            return False
-        self._waiting, self._last = [], self._clock()
-        return True
-
-    def _run(self) -> None:
-        """The thread: write parts until None arrives."""
-        with ExitStack() as stack:
-            connected: duckdb.DuckDBPyConnection | None = None
-            while (steps := self._queue.get()) is not None:
-                try:
-                    connected = connected or stack.enter_context(_database())
-                    self._folder.mkdir(exist_ok=True)
-                    for rows in self._convert(steps):
-                        self.written_bytes += write_part(
-                            self._folder, rows, _place(steps[0]), _place(steps[-1]), connected
-                        )
-                except Exception as error:  # nothing in a record stops a run
-                    self._drop(steps, f"{type(error).__name__}: {error}")
-                finally:
-                    self._queue.task_done()
-        self._queue.task_done()
-
-    def _drop(self, steps: Sequence[S], why: str) -> None:
-        self.dropped += len(steps)
-        self._failure = self._failure or " ".join(why.split())
+    kind: str
+    columns: Mapping[str, np.ndarray]
+    labels: Mapping[str, Sequence[str]]
 
 
-def _database() -> "duckdb.DuckDBPyConnection":
-    import duckdb  # in the thread: it takes a tenth of a second
+def part_of(folder: Path, kind: str, number: int) -> Path:
+    """The part of a round, from 1."""
+    return folder / f"{kind}-{number:06d}.parquet"
 
-    return duckdb.connect(":memory:", config={"threads": 1})
+
+def number_of(part: Path) -> int:
+    """The round of a part; 0 for other files."""
+    kind, _, number = part.name.removesuffix(".parquet").partition("-")
+    return int(number) if kind in STORED and part.suffix == ".parquet" and number.isdecimal() else 0
 
 
-def _place(step: Step) -> Place:
-    return step.episode + 1, step.t
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def quoted(text: str | Path) -> str:
+    """`text` as an SQL literal."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+    """`name` as an SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def write_part(folder: Path, rows: Rows, number: int, first: int, database: "duckdb.DuckDBPyConnection") -> str:
+    """Write the rows of a round, which begin with step `first`, after those before that are in the part already.
+
+    Returns:
+        SHA-256 of the part.
+
+    Raises:
+        OSError, duckdb.Error: the disk refuses it; the part is as it was.
+    """
+    path = part_of(folder, rows.kind, number)
+    draft = draft_of(path)
+    database.register("rows_of_part", dict(rows.columns))
+    try:
+        select = f"SELECT {', '.join(_stored(name, rows) for name in rows.columns)} FROM rows_of_part"
+        if path.exists():  # the run was stopped within this round
+            select = f"SELECT * FROM read_parquet({quoted(path)}) WHERE t < {first} UNION ALL BY NAME {select}"
+        order = "ORDER BY host, t" if rows.kind == "steps" else ""
+        options = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2"
+        database.execute(f"COPY (FROM ({select}) {order}) TO {quoted(draft)} ({options})")
+        digest = sha256_of(draft)
+        draft.rename(path)
+    finally:
+        database.unregister("rows_of_part")
+        draft.unlink(missing_ok=True)
+    return digest
+
+
+def _stored(name: str, rows: Rows) -> str:
+    """The expression of a column as it is stored."""
+    column, values = identifier(name), rows.columns[name]
+    kind = next((c.type for c in STORED[rows.kind] if c.name == name), "")
+    if name in rows.labels:
+        texts = ", ".join(quoted(text) for text in rows.labels[name])
+        return f"([{texts}]::VARCHAR[])[{column} + 1] AS {column}"
+    if values.dtype.kind == "f":
+        return f"nullif({column}::{kind or 'FLOAT'}, 'nan'::FLOAT) AS {column}"
+    return f"{column}::{kind} AS {column}" if kind else column

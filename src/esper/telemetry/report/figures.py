@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from esper.telemetry.report.page import colors
-from esper.telemetry.report.views import Payload
+from esper.telemetry.report.payloads import Payload
 
 INK, FAINT, GRID, BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
     colors("light")[name]

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 
-from esper.telemetry.report.payloads import PAYLOADS, payload
-from esper.telemetry.report.views import Record
+from esper.telemetry.report.payloads import PAYLOADS, Record, payload
 
 SCRIPTS = ("d3.min.js", "plot.min.js", "dom.js", "charts.js", "app.js", "embedded.js")
 

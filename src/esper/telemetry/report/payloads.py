@@ -7,16 +7,72 @@ Rows are aggregated in SQL. Whatever is not in the record is None here, and an e
 
 import json
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import combinations, groupby, pairwise
+from math import factorial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from esper.leyline.actions import HEADS, LifecycleOp
+from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of
-from esper.leyline.wording import command
-from esper.telemetry.record.lines import evaluation_files
-from esper.telemetry.report import behaviour, hosts, learning
-from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
+from esper.telemetry.anomalies import RULES
+from esper.telemetry.record.reader import evaluation_files
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
+
+POINTS = 2000
+"""Most points of a curve; longer runs are averaged over neighbouring rounds."""
+LONGEST_PHASE = 100
+"""Most rounds at either end of a run over which decisions are counted, for the memory of the query."""
+Payload = dict[str, Any]
+
+
+@runtime_checkable
+class Record(Protocol):
+    """The part of the run record that the report reads; its views are listed in docs/record.md."""
+
+    complaints: list[str]
+
+    def query(self, sql: str, params: Any = ()) -> list[dict[str, Any]]:  # noqa: ANN401
+        """The rows of a query."""
+
+
+class Rounds(NamedTuple):
+    """The complete rounds of a run.
+
+    Attributes:
+        last: number of the newest one, 0 if there is none. best: the one with the highest mean of 100·J.
+        bucket: how many rounds share a point of a curve. hosts: hosts in a round.
+    """
+
+    last: int
+    best: int
+    bucket: int
+    hosts: int
+
+    @property
+    def quarter(self) -> int:
+        """How many rounds are "the first" or "the last" of the run: a quarter of them, at most `LONGEST_PHASE`."""
+        return min(max(self.last // 4, 1), LONGEST_PHASE)
+
+
+def rounds_of(record: Record) -> dict[str, Rounds]:
+    """The complete rounds of each run, by its name."""
+    rows = record.query(
+        "select run, coalesce(max(r.round), 0) as last, coalesce(arg_max(r.round, r.objective), 0) as best, "
+        "any_value(runs.num_envs) as hosts from runs left join rounds r using (run) group by run order by run"
+    )
+    return {
+        row["run"]: Rounds(row["last"], row["best"], max(-(-row["last"] // POINTS), 1), row["hosts"]) for row in rows
+    }
+
+
+def columns_of(rows: list[dict[str, Any]]) -> Payload:
+    """Rows as columns; {} without rows."""
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
 
 WINDOW = 10
 """Last rounds over which two runs are compared."""
@@ -188,18 +244,309 @@ def anomalies(record: Record) -> Payload:
     return {"kinds": kinds, "newest": newest, "complaints": record.complaints}
 
 
+# Hosts and seeds ------------------------------------------------------------------------------------------------------
+
+
+HOSTS = 64
+"""Most hosts of a round whose growth is in the page."""
+
+
+def hosts(record: Record) -> dict[str, list[Payload]]:
+    """For each run the newest and the best round, host by host and step by step."""
+    return {
+        run: [round_of(record, run, number, names) for number, names in _chosen(found.last, found.best).items()]
+        for run, found in rounds_of(record).items()
+    }
+
+
+def _chosen(last: int, best: int) -> dict[int, str]:
+    """The rounds to show, by number, with what they are."""
+    if not last:
+        return {}
+    return {last: "newest and best"} if last == best else {last: "newest", best: "best 100·J"}
+
+
+def round_of(record: Record, run: str, number: int, label: str) -> Payload:
+    """The hosts of a round, at most `HOSTS`; `total` is the number of all."""
+    place = (run, number)
+    results = record.query("select * exclude (run, round, instance), instance::varchar as instance from episodes "
+                           "where run = ? and round = ? order by host", place)  # fmt: skip
+    shown = results[:HOSTS]
+    steps = _by_host(record, "select host, t, val_acc, committed_acc, reward from steps", place, "t")
+    slots = _by_host(record, "select host, t, slot, stage, blueprint, alpha, contribution from slots", place, "slot, t")
+    seeds = _by_host(record, "select host, slot, blueprint, germinated_t, fossilized_t, pruned_t, params, contribution "
+                     "from seeds", place, "germinated_t")  # fmt: skip
+    scores = _by_host(record, "select host, members, accuracy from coalitions", place, "t", where=_LAST_STEP)
+    return {
+        "round": number,
+        "label": label,
+        "total": len(results),
+        "hosts": [
+            row
+            | {
+                "steps": {name: [step[name] for step in steps.get(row["host"], [])]
+                          for name in ("t", "val_acc", "committed_acc", "reward")},
+                "segments": segments(slots.get(row["host"], [])),
+                "seeds": seeds.get(row["host"], []),
+                "waterfall": waterfall({frozenset(s["members"]): s["accuracy"] for s in scores.get(row["host"], [])}),
+            }
+            for row in shown
+        ],
+    }  # fmt: skip
+
+
+_LAST_STEP = " and t = (select max(t) from coalitions where run = $1 and round = $2)"
+
+
+def _by_host(
+    record: Record, select: str, place: tuple[str, int], order: str, where: str = ""
+) -> dict[int, list[dict[str, Any]]]:
+    """The rows of a round by host, in this order within a host."""
+    rows = record.query(f"{select} where run = $1 and round = $2{where} order by host, {order}", place)
+    return {host: list(group) for host, group in groupby(rows, key=itemgetter("host"))}
+
+
+def segments(rows: list[dict[str, Any]]) -> list[Payload]:
+    """Rows of `slots`, by slot and step, as stretches in which stage and blueprint stay the same.
+
+    Returns:
+        Dictionaries with slot, stage, blueprint, first step `t`, and `alpha` of each of its steps.
+    """
+    found: list[Payload] = []
+    for before, row in pairwise([None, *rows]):
+        assert row is not None
+        same = before and all(before[name] == row[name] for name in ("slot", "stage", "blueprint"))
+        if not (same and before and before["t"] + 1 == row["t"]):
+            found.append({name: row[name] for name in ("slot", "stage", "blueprint", "t")} | {"alpha": []})
+        found[-1]["alpha"].append(None if row["alpha"] is None else round(row["alpha"], 3))
+    return found
+
+
+def seeds(record: Record) -> dict[str, Payload]:
+    """What each blueprint brought, in the first and the last quarter of the rounds of each run.
+
+    `contribution` (points) and `params` are means over the fossilized seeds.
+    """
+    return {
+        run: {
+            "first": record.query(_SEEDS, (run, 1, found.quarter)),
+            "last": record.query(_SEEDS, (run, found.last - found.quarter + 1, found.last)),
+        }
+        for run, found in rounds_of(record).items()
+    }
+
+
+_SEEDS = """
+select blueprint, count(*) as germinated, count(fossilized_t) as fossilized, count(pruned_t) as pruned,
+    avg(contribution) filter (fossilized_t is not null) as contribution,
+    avg(params) filter (fossilized_t is not null) as params,
+    avg(coalesce(fossilized_t, pruned_t) - germinated_t) as age
+from seeds where run = ? and round between ? and ? group by blueprint order by fossilized desc, germinated desc"""
+
+
+Coalition = frozenset[str]
+
+
+def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
+    """The steps from the smallest measured coalition to the largest; None if fewer than two were measured.
+
+    Args:
+        scores: accuracy (points) by members; the members of the smallest are in all others.
+
+    Returns:
+        base and total accuracy, members of the base, `parts` with members and value, the `rest`, the method
+        ("subsets" or "leave one out"), and the Shapley value of each seed where all subsets were measured.
+    """
+    known = {members: score for members, score in scores.items() if score is not None}
+    base, full = min(known, key=len, default=frozenset()), max(known, key=len, default=frozenset())
+    players = sorted(full - base)
+    if not players or not all(base <= members for members in known):
+        return None
+    values = {members - base: score for members, score in known.items()}
+    complete = all(subset in values for subset in subsets(players))
+    parts: dict[tuple[str, ...], float] = {}
+    for p in players:
+        if (gain := _single(values, frozenset(players), p, complete)) is not None:
+            parts[(p,)] = gain
+    if complete:
+        parts |= {(p, q): _pair(values, p, q) for p, q in combinations(players, 2)}
+    return {
+        "base": known[base],
+        "base_members": sorted(base),
+        "total": known[full],
+        "parts": [{"members": list(members), "value": value} for members, value in parts.items()],
+        "rest": known[full] - known[base] - sum(parts.values()),
+        "method": "subsets" if complete else "leave one out",
+        "shapley": {p: shapley(values, players, p) for p in players} if complete else None,
+    }
+
+
+def subsets(players: list[str]) -> Iterator[Coalition]:
+    """All subsets of the players, the empty one first."""
+    return (frozenset(chosen) for size in range(len(players) + 1) for chosen in combinations(players, size))
+
+
+def _single(values: Mapping[Coalition, float], players: Coalition, p: str, complete: bool) -> float | None:
+    """What a seed adds alone, or what is lost without it; None if that was not measured."""
+    if complete:
+        return values[frozenset({p})] - values[frozenset()]
+    without = players - {p}
+    return values[players] - values[without] if without in values else None
+
+
+def _pair(values: Mapping[Coalition, float], p: str, q: str) -> float:
+    """What two seeds add together beyond what each adds alone."""
+    one, other, none = frozenset({p}), frozenset({q}), frozenset[str]()
+    return values[one | other] - values[one] - values[other] + values[none]
+
+
+def shapley(values: Mapping[Coalition, float], players: list[str], player: str) -> float:
+    """Mean of what a seed adds, over all orders in which the seeds could be added."""
+    others, n = [p for p in players if p != player], len(players)
+    return sum(
+        factorial(len(s)) * factorial(n - len(s) - 1) / factorial(n) * (values[s | {player}] - values[s])
+        for s in subsets(others)
+    )
+
+
+# Behaviour and learning -----------------------------------------------------------------------------------------------
+
+
+BINS = 40
+"""Most groups of steps of an episode."""
+
+
+def behaviour(record: Record) -> dict[str, Payload]:
+    """For each run, in the first and in the last quarter of its rounds, counts of operations by situation.
+
+    Situations are the step of the episode, the most advanced seed that is not fossilized at the end of the step before,
+    and the quarter of the accuracies of all hosts in that step. With them: blueprints by slot of the seeds germinated,
+    and over all rounds the operations that took effect.
+    """
+    return {run: _behaviour_of(record, run, found) for run, found in rounds_of(record).items()}
+
+
+def _behaviour_of(record: Record, run: str, found: Rounds) -> Payload:
+    phases = {"first": (1, found.quarter), "last": (found.last - found.quarter + 1, found.last)}
+    if phases["first"] == phases["last"]:
+        del phases["first"]  # there is one round
+    queries = {"step": _OPS_BY_STEP, "accuracy": _OPS_BY_ACCURACY, "blueprint": _BLUEPRINTS, "stage": _OPS_BY_STAGE}
+    if not record.query("select 1 from slots where run = ? limit 1", (run,)):
+        del queries["stage"]  # unknown, which is not "no seed"
+    counted = {
+        phase: {"rounds": rounds} | {name: record.query(sql, (run, *rounds)) for name, sql in queries.items()}
+        for phase, rounds in phases.items()
+        if found.last
+    }
+    return {"phases": counted, "operations": columns_of(record.query(_OPS_BY_ROUND, (run, found.bucket)))}
+
+
+_OPS_SUMS = ", ".join(f"avg(ops_{op.name.lower()}) as ops_{op.name.lower()}" for op in LifecycleOp)
+_OPS_BY_ROUND = f"""
+select max(round) as round, {_OPS_SUMS} from rounds where run = $1 group by (round - 1) // $2 order by 1"""
+_CHOSEN = "from decisions where run = $1 and round between $2 and $3 and op is not null"
+_OPS_BY_STEP = f"""
+select (t - 1) // width * width + 1 as t, any_value(width) as width, lower(op) as op, count(*) as times
+from (select t, op {_CHOSEN}),
+    (select (coalesce(max(episode_length), 1) + {BINS} - 1) // {BINS} as width from runs where run = $1)
+group by 1, 3 order by 1, 3"""
+_OPS_BY_STAGE = f"""
+with seeds as (
+    select round, host, t + 1 as t, max(case upper(stage) when 'GERMINATED' then 1 when 'TRAINING' then 2
+        when 'BLENDING' then 3 when 'HOLDING' then 4 else 0 end) as rank
+    from slots where run = $1 and round between $2 and $3 group by round, host, t
+)
+select coalesce(rank, -1) as rank, lower(op) as op, count(*) as times
+from (select round, host, t, op {_CHOSEN}) left join seeds using (round, host, t) group by 1, 2 order by 1, 2"""
+_OPS_BY_ACCURACY = f"""
+with ranked as (
+    select round, host, t, ntile(4) over (partition by round, t order by val_acc) as quarter
+    from steps where run = $1 and round between $2 and $3 and val_acc is not null
+)
+select quarter, lower(op) as op, count(*) as times
+from (select round, host, t, op {_CHOSEN}) join ranked using (round, host, t) group by 1, 2 order by 1, 2"""
+_BLUEPRINTS = """
+select slot, blueprint, count(*) as times from seeds
+where run = $1 and round between $2 and $3 group by slot, blueprint order by slot, blueprint"""
+
+
+def rewards(record: Record) -> dict[str, Payload]:
+    """Each reward term, per host: its sum over an episode by round, and its mean by step in the last quarter."""
+    return {
+        run: {
+            "rounds": record.query(_TERMS_BY_ROUND, (run, found.bucket, found.hosts, found.last)),
+            "steps": record.query(_TERMS_BY_STEP, (run, found.last - found.quarter + 1, found.last, found.hosts)),
+            "since": found.last - found.quarter + 1,
+        }
+        for run, found in rounds_of(record).items()
+    }
+
+
+_TERMS_BY_ROUND = """
+select max(round) as round, term, sum(value) / ($3 * count(distinct round)) as value
+from rewards where run = $1 and round <= $4 group by (round - 1) // $2, term having sum(abs(value)) > 0 order by 1, 2"""
+_TERMS_BY_STEP = """
+select t, term, sum(value) / ($4 * ($3 - $2 + 1)) as value
+from rewards where run = $1 and round between $2 and $3 group by t, term having sum(abs(value)) > 0 order by 1, 2"""
+
+CHARTS = {
+    "KL divergence": ("approx_kl",),
+    "Clipped share of ratios": ("clip_fraction",),
+    "Explained variance of the critic": ("explained_variance",),
+    "Entropy of each head, 1 = uniform": tuple(f"entropy_{head.name}" for head in HEADS),
+    "Gradient norm before clipping": ("grad_norm",),
+    "Policy loss": ("policy_loss",),
+    "Value loss": ("value_loss",),
+    "Largest probability ratio": ("ratio_max",),
+}
+"""Charts of PPO by title, with their columns of `updates`."""
+
+
+def ppo(record: Record) -> Payload:
+    """The charts of PPO: columns by round for each run, and the thresholds of alarms that fit on them."""
+    known = {row["column_name"] for row in record.query("describe updates")}
+    names = [name for columns in CHARTS.values() for name in columns if name in known]
+    means = ", ".join(["max(round) as round", *(f"avg({name}) as {name}" for name in names)])
+    sql = f"select {means} from updates where run = ? group by (round - 1) // ? order by 1"
+    return {
+        "charts": CHARTS,
+        "runs": {run: columns_of(record.query(sql, (run, found.bucket))) for run, found in rounds_of(record).items()},
+        "thresholds": _thresholds(record),
+    }
+
+
+def _thresholds(record: Record) -> list[Payload]:
+    """Lines to draw, with what they say."""
+    limits = [
+        {
+            "column": name,
+            "value": rule.threshold,
+            "label": f"alarm {'below' if rule.below else 'above'} {rule.threshold:g}",
+        }
+        for columns in CHARTS.values()
+        for name in columns
+        for rule in RULES.get(name, ())
+    ]
+    targets = record.query("select distinct (config->>'$.ppo.target_kl')::double as kl, "
+                           "(config->>'$.ppo.max_grad_norm')::double as norm from runs")  # fmt: skip
+    for row in targets:
+        limits.append({"column": "approx_kl", "value": row["kl"], "label": f"target {row['kl']}"})
+        limits.append({"column": "grad_norm", "value": row["norm"], "label": f"clipped at {row['norm']}"})
+    return [limit for limit in limits if limit["value"] is not None]
+
+
 PAYLOADS: Mapping[str, Callable[[Record], object]] = {
     "runs": runs,
     "anomalies": anomalies,
     "curves": curves,
     "differences": differences,
     "evaluation": evaluation,
-    "hosts": hosts.hosts,
-    "seeds": hosts.seeds,
-    "behaviour": behaviour.behaviour,
+    "hosts": hosts,
+    "seeds": seeds,
+    "behaviour": behaviour,
     "importance": importance,
-    "rewards": learning.rewards,
-    "ppo": learning.ppo,
+    "rewards": rewards,
+    "ppo": ppo,
 }
 """The sections by name; `payload` computes one."""
 

@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, final
 
-from esper.telemetry.record.lines import read_lines, round_rows
-from esper.telemetry.report.views import Payload
+from esper.telemetry.record.reader import read_lines, round_rows
+from esper.telemetry.report.payloads import Payload
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY
 from esper.telemetry.serve.sources import Runs, version_of
 

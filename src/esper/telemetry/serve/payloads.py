@@ -6,10 +6,7 @@ from operator import itemgetter
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import QueryError
-from esper.telemetry.report.coalitions import waterfall
-from esper.telemetry.report.hosts import round_of, segments
-from esper.telemetry.report.payloads import PAYLOADS
-from esper.telemetry.report.views import Payload, Record, rounds_of
+from esper.telemetry.report.payloads import PAYLOADS, Payload, Record, round_of, rounds_of, segments, waterfall
 
 Place = Mapping[str, int]
 """Numbers of `round` and `host`, where the request gave them."""

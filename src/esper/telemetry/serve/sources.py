@@ -14,13 +14,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import final
 
-from esper.leyline.errors import RunDirectoryError
-from esper.leyline.wording import command
-from esper.telemetry.record import Record, open_record
-from esper.telemetry.record.lines import evaluation_files
-from esper.telemetry.record.parts import RECORD
+from esper.leyline.errors import RunDirectoryError, command
+from esper.telemetry.record.reader import Record, evaluation_files, open_record
 from esper.telemetry.report.payloads import rounded
-from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, SUMMARY
+from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
 
 OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
@@ -87,7 +84,7 @@ class Runs:
         if not found:
             notes.append(
                 f"{self.root} holds no run yet: no folder in it has a {CONFIG}. Start one with "
-                f"{command('train', '--run-dir', self.root / 'NAME')}; it appears here by itself."
+                f"{command('train', '--out', self.root / 'NAME')}; it appears here by itself."
             )
         return notes
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from esper.leyline.errors import ConfigError, RegistryError, nearest
-from esper.leyline.protocols import Sink
+from esper.leyline.messages import Sink
 from esper.telemetry.sinks.trackers import TrackioSink, WandbSink
 
 SinkFactory = Callable[[Path], Sink]

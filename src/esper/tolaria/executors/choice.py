@@ -9,23 +9,19 @@ from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import check_smallest_batch, outputs_of_host
-from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.population import Population, check_smallest_batch, outputs_of_host
 from esper.leyline.errors import ConfigError, StackingError
-from esper.leyline.protocols import host_numbers
+from esper.leyline.messages import host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.batches import training_bounds
-from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.host_data import HostData, examples
+from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.scoring import check_scores
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
+from esper.tolaria.executors.streamed import StreamedExecutor
 
 _NATIVE_BYTES = 2**24
 """Hosts whose largest activation of a batch has at most this many bytes run natively on a CPU: larger ones do not fit

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.messages import SlotState
-from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import StateTree, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 
 EvaluationSplit = Literal["val", "test"]

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
-from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.messages import SlotState
-from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import StateTree, copy_into
 from esper.tasks import null
 from esper.tasks.null import NullSpec
 from esper.tolaria.coalitions import Coalitions

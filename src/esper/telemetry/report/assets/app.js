@@ -184,7 +184,7 @@ function seedSection({ runs, seeds }) {
 }
 
 function evaluationSection({ runs, evaluation }) {
-  if (!evaluation.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
+  if (!evaluation.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --out ${runs[0]?.path ?? "RUN"}/evaluation`), " compares the controller with the baselines on new hosts.");
   return evaluation.map((found) => [evaluation.length > 1 ? el("h3", {}, `On ${found.task}`) : null, ...evaluationOf(found, named(runs))]);
 }
 

@@ -5,7 +5,7 @@
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
 Results are those of the streamed executor up to rounding, and a host gets the same bits alone as among others. Hosts
-with a blueprint without a rule (`seed_rules.py`, `trial.py`) are run as in the streamed executor.
+with a blueprint without a rule are run as in the streamed executor.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,19 @@ from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.executors.epoch import train_pass
-from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.coalitions import plan_prefixes
+from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, working_numbers
-from esper.tolaria.executors.native.networks import Space
-from esper.tolaria.executors.native.structures import (
+from esper.tolaria.executors.native.networks import (
     Programs,
+    Space,
     population_spaces,
     structure_codes,
     training_spaces,
 )
-from esper.tolaria.executors.network import NetworkExecutor
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, train_pass
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
-from esper.tolaria.executors.running_seeds import begin_training, finish_training
-from esper.tolaria.executors.scoring import SummedScores
-from esper.tolaria.executors.streamed import executor as streamed
-from esper.tolaria.prefixes import plan_prefixes
+from esper.tolaria.executors.training import begin_training, finish_training, gradient_statistics
 
 _EXAMPLES = 64
 """Examples that are measured at a time, so that the features of a host stay in a core's cache."""

@@ -1,0 +1,232 @@
+"""esper report: shows runs as one HTML page, and as figures."""
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from esper.cli.options import FilePath, Flag, Number, Plugins, joined, placeholder
+from esper.leyline.errors import ConfigError, EsperError
+from esper.leyline.files import replacing
+from esper.telemetry.progress import RunConsole, warn
+from esper.telemetry.run_directory import CONFIG, plain_json
+
+if TYPE_CHECKING:
+    from esper.telemetry.record.reader import Record
+
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Show runs as one HTML page, which needs no network.
+
+    It shows whether the controller learns, what it does, which seeds paid off, what that cost, and what looks wrong.
+    Results of `esper evaluate RUN --out RUN/evaluation` are part of it.
+    """
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], placeholder("RUN ...")] = ()
+    """Run directories; those of several runs are compared."""
+    out: FilePath = None
+    """The HTML file to write. (report.html in the first run directory)"""
+    figures: Flag = False
+    """Also write a picture of each run beside the page, as PNG and SVG: run.png, or NAME.png for several runs."""
+    num_envs: Number = None
+    """New hosts on which is measured what the controller looks at; 0 leaves it out. (16, if that takes less than a
+    minute)"""
+    plugins: Plugins = ()
+    """Plugins of the runs that may be executed to measure it."""
+    trust: Flag = False
+    """Execute all plugins that the run directories name."""
+
+
+def report(command: Report) -> int:
+    """Write the page and the figures."""
+    from esper.telemetry.record.reader import open_record
+    from esper.telemetry.report.page import document, payloads_of
+
+    if not command.runs:
+        raise ConfigError("no run is given; name one or more run directories: esper report RUN ...")
+    out = command.out or command.runs[0] / PAGE
+    if command.num_envs is not None and (command.num_envs < 0 or command.num_envs == 1):
+        raise ConfigError(f"--num-envs is {command.num_envs}, expected at least 2, or 0 to measure nothing.")
+    with _progress() as on_section:
+        unknown = _measure(command, on_section) if command.num_envs != 0 else {}
+        with open_record(list(command.runs)) as record:
+            payloads: dict[str, Any] = payloads_of(record, on_section)
+    for run in payloads["runs"]:
+        found = payloads["importance"][run["run"]]
+        found["why"] = unknown.get(Path(run["path"]), found.get("why"))
+    warn(record.complaints)
+    _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
+    if command.figures:
+        _write_figures(payloads, out.parent)
+    return 0
+
+
+def _measure(command: Report, on_section: Callable[[int, int, str], None]) -> dict[Path, str]:
+    """Write into each run directory what its controller looks at; returns, for those where it fails, why."""
+    from esper.runs.evaluation.importance import importance_of
+
+    options: dict[str, Any] = {"allowed": joined(command.plugins), "trust": command.trust}
+    unknown = {}
+    for run in command.runs:
+        what = f"what the controller of {run.absolute().name} looks at"
+        options["on_step"] = lambda done, total, what=what: on_section(done, total, what)
+        try:
+            importance_of(run, hosts=command.num_envs, **options)
+        except EsperError as error:
+            unknown[run.absolute()] = str(error)
+        except OSError as error:
+            unknown[run.absolute()] = f"{run} cannot be written ({error.strerror})."
+    return unknown
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with the remaining time on a terminal; long records take seconds."""
+    console = RunConsole(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def on_section(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"reading: {name}")
+
+        yield on_section
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        with replacing(path) as file:
+            file.write(page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another file with --out.") from error
+    RunConsole().say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
+
+
+def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
+    try:
+        from esper.telemetry.report.figures import write_figures
+    except ImportError as error:
+        raise ConfigError(
+            f"figures need matplotlib, and importing it failed ({error}); pip install 'esper-growth[report]', or leave "
+            "--figures out: each chart of the page saves its own picture."
+        ) from error
+    try:
+        written = write_figures(payloads, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}); name another with --out.") from error
+    RunConsole().say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
+
+
+SHOWN = 50
+"""Rows that the table shows at most."""
+_WIDEST = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """Answer a SELECT about one or several runs, e.g. esper query RUN "select host, op from decisions where t = 12".
+
+    Without a SELECT, list the tables and what looks wrong. Every table begins with the column run; `describe TABLE`
+    shows the others. The SQL is that of DuckDB; it can read the record alone.
+    """
+
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN ... [SELECT]")] = ()
+    """Run directories, then the SELECT in quotes."""
+    csv: Flag = False
+    """Print all rows as CSV."""
+    json: Flag = False
+    """Print all rows as JSON."""
+
+
+def query(command: Query) -> int:
+    """Print the answer."""
+    from esper.telemetry.record.reader import open_record
+
+    if command.csv and command.json:
+        raise ConfigError("--csv and --json were both given; choose one.")
+    *paths, last = command.runs or ("",)
+    is_run = os.path.isfile(os.path.join(last, CONFIG))  # Path.is_file fails where a SELECT is too long for a path
+    sql = None if is_run else last
+    if sql is None:
+        paths.append(last)
+    if not paths:
+        raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
+    with open_record([Path(path) for path in paths]) as record:
+        warn(record.complaints)
+        if sql is None:
+            _overview(record)
+        else:
+            _answer(record.query(sql), command)
+    return 0
+
+
+def _answer(rows: Sequence[Mapping[str, Any]], command: Query) -> None:
+    if command.json:
+        print(json.dumps([plain_json(row) for row in rows], default=str, indent=1))
+    elif command.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        if rows:
+            writer.writerow(rows[0])
+        writer.writerows([_cell(value, exact=True) for value in row.values()] for row in rows)
+    elif rows:
+        from rich.measure import Measurement
+
+        from esper.runs.evaluation.tables import plain_table
+
+        console, page = RunConsole(), plain_table(*rows[0])
+        for row in rows[:SHOWN]:
+            page.add_row(*map(_cell, row.values()))
+        unlimited = console.options.update(max_width=_WIDEST)
+        if Measurement.get(console, unlimited, page).maximum <= console.width:
+            console.print(page)
+        else:  # too wide for columns that can be read
+            console.say("\n\n".join(map(_lines, rows[:SHOWN])))
+        if len(rows) > SHOWN:
+            RunConsole().say(f"{len(rows) - SHOWN} more rows; --csv and --json print all.")
+    else:
+        RunConsole().say("no rows")
+
+
+def _lines(row: Mapping[str, Any]) -> str:
+    """One row, a line for each column."""
+    width = max(map(len, row))
+    return "\n".join(f"{name:{width}}  {_cell(value)}" for name, value in row.items())
+
+
+def _overview(record: "Record") -> None:
+    """The tables, and the anomalies by kind."""
+    from esper.runs.evaluation.tables import plain_table
+    from esper.telemetry.record.schema import TABLES
+
+    page = plain_table("table", "rows", "content")
+    page.columns[2].justify, page.columns[2].no_wrap = "left", False
+    for table in TABLES:
+        (count,) = record.query(f"SELECT count(*) AS n FROM {table.name}")
+        page.add_row(table.name, str(count["n"]), table.meaning)
+    RunConsole().print(page)
+    for line in record.anomaly_lines():
+        RunConsole().say(line)
+
+
+def _cell(value: object, *, exact: bool = False) -> str:
+    """A value as text; a missing one is empty."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float) and not exact:
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
+    if isinstance(value, list):
+        return "+".join(map(str, value))
+    return str(value)

@@ -1,0 +1,272 @@
+"""Assembles a run: engine, policy, reward, learner."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.manifest import GrowthManifest, planting_of
+from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.runs.assembly.plugins import load_plugins
+from esper.runs.assembly.run_config import RunConfig, run_shape
+from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs, rollout_bytes
+from esper.simic.compilation import CompiledStep, is_compiled
+from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
+from esper.simic.rewards.modes import Kernel, RewardOutput
+from esper.simic.rewards.reward import AnyReward
+from esper.tamiyo.baselines import STATIC, make_baseline
+from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.tamiyo.policy_files import read_policy, script_of
+from esper.tamiyo.scripted import ScriptedPolicy
+from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
+from esper.telemetry.figures import duration
+from esper.tolaria.batches import training_bounds
+from esper.tolaria.build import build_engine, load_dataset
+from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.memory import available_bytes, gigabytes, predict
+from esper.tolaria.phases import PhaseForm, eager
+from esper.tolaria.runtime import choose_device, host_read, keep_freed_memory
+
+
+def read_floats(metrics: torch.Tensor) -> list[float]:
+    """The single host read of a PPO update."""
+    values: list[float] = host_read(metrics)[0].tolist()
+    return values
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device of the run. Also sets the threads and the allocator; raises ConfigError if the device is missing."""
+    keep_freed_memory()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    elif config.workers > 1:
+        torch.set_num_threads(max(1, usable_cores() // config.workers))
+    else:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    return choose_device(config.device)
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, the quota of its control groups, and OMP_NUM_THREADS."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if (wished := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+        cores = min(cores, int(wished))
+    path = own.read_text(encoding="utf-8").rpartition("::/")[2].strip() if own.is_file() else ""
+    for group in (groups / path, *(groups / path).parents):
+        files = (group / "cpu.max", group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us")  # version 2, or 1
+        numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split()
+        if numbers and numbers[0].isdecimal():  # neither "max" nor -1
+            cores = min(cores, int(numbers[0]) / int(numbers[1]))
+    return max(1, int(cores))
+
+
+def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:
+    """The data set of the task; raises DataError if files are missing or broken."""
+    return load_dataset(config.task_spec(), config.seed, device, config.data_path())
+
+
+def engine_of(
+    config: RunConfig,
+    dataset: Dataset | None,
+    device: torch.device,
+    *,
+    engine_config: EngineConfig | None = None,
+    on_step: StepListener | None = None,
+    task: TaskSpec | None = None,
+) -> VectorizedEngine:
+    """The engine of a run; `engine_config` and `task` replace those of the configuration."""
+    return build_engine(
+        engine_config or config.engine(),
+        task or config.task_spec(),
+        dataset,
+        device,
+        on_step=on_step,
+        prepare=partial(load_plugins, config.plugins),
+        form=phase_form(config, device),
+    )
+
+
+def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
+    """The reward function, compiled if the configuration says so; raises ConfigError if it cannot be."""
+    reward = make_reward(config.reward_name, config.reward)
+    if isinstance(reward, ContributionReward):
+        if is_compiled(config.compile, spec.device):
+            reward.warm_up(compiled_reward, spec.num_envs, spec.num_slots, spec.device)
+    elif isinstance(reward, ObjectiveReward):
+        pass  # about twenty operators: always eager
+    elif config.compile == "on":
+        raise ConfigError(
+            "compile is 'on', but only rewards built on ContributionReward can be compiled, and "
+            f"{config.reward_name!r} is not; leave compile out."
+        )
+    return reward
+
+
+def compiled_reward(kernel: Kernel) -> Kernel:
+    """The compiled kernel: one graph per reward mode, attribution formula and number of hosts."""
+    step = CompiledStep(lambda given: _transposed(kernel(**given)), name="the reward kernel")
+    return lambda **given: _transposed(step(given))
+
+
+def _transposed(output: RewardOutput) -> RewardOutput:
+    """The output with a row for each column: a graph writes one contiguously, and a table only by transposing it."""
+    total, breakdown, escrow_next, deferred_opened, flags = output
+    return RewardOutput(total, breakdown.T, escrow_next, deferred_opened, flags.T)
+
+
+def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
+    """Compiles the policy step if the configuration says so; raises ConfigError if it cannot be compiled."""
+
+    def wrap(step: PolicyStep) -> PolicyFunction:
+        if not is_compiled(config.compile, spec.device):
+            return step
+        decide = CompiledStep(step, name="the policy step")
+        decide(blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device), False)
+        return decide
+
+    return wrap
+
+
+def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
+    """How the phases of a control step run: eager, or compiled at the first reset of the engine."""
+    compiled = is_compiled(config.compile, device)
+    return partial(CompiledStep, name="a phase of the control step") if compiled else eager
+
+
+def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
+    """A newly initialized policy with its reward and optimizer."""
+    network = TamiyoNetwork(
+        num_slots=spec.num_slots,
+        head_sizes=spec.head_sizes,
+        feature_width=config.ppo.feature_width,
+        hidden_width=config.ppo.hidden_width,
+        num_layers=config.ppo.num_layers,
+    )
+    initialize(network, config.seed)
+    return SimicClient(
+        network,
+        reward_of(config, spec),
+        config.ppo,
+        spec,
+        read=read_floats,
+        device=spec.device,
+        total_updates=config.schedule_rounds,
+        policy_form=policy_form(config, spec),
+    )
+
+
+def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    """A baseline controller with the reward of the run."""
+    return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
+
+
+def policy_file_client(path: Path, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    """The controller of a policy file (`tamiyo.policy_files`) with the reward of the run; may raise ConfigError."""
+    script = script_of(read_policy(path, spec), spec)
+    return ScriptedClient(ScriptedPolicy(script, spec), reward_of(config, spec))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run.
+
+    `config` names the executor, workers, compile setting and precision that were actually chosen, so that a resumed run
+    uses the same ones even if a later version would choose others. `shape` is the `run_shape` stored in checkpoints.
+    `dataset` is None for scripted hosts.
+    """
+
+    config: RunConfig
+    engine: VectorizedEngine
+    client: ClientProtocol
+    shape: dict[str, object]
+    dataset: Dataset | None
+
+
+_MEASURED_PER_TRAINED = 3
+"""Examples that are measured in the time in which one is trained."""
+
+
+def require_memory(
+    config: RunConfig,
+    task: TaskSpec,
+    dataset: Dataset | None,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    num_envs: int | None = None,
+    episodes: int | None = None,
+    available: int | None = None,
+    setting: str = "num_envs",
+) -> None:
+    """Say how much memory and time the hosts will need; nothing for scripted hosts.
+
+    Args:
+        config: of the run.
+        task: of the hosts.
+        dataset: theirs.
+        device: theirs.
+        say: gets the line.
+        num_envs: hosts, those of the run if not given.
+        episodes: in which all of them are trained, the rounds of the run if not given.
+        available: bytes that this process can still take; measured if not given.
+        setting: the name under which the user gave the number of hosts.
+
+    Raises:
+        ConfigError: they do not fit; it names the largest number that does.
+    """
+    if dataset is None:
+        return
+    engine = config.engine(num_envs=num_envs)
+    rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)
+    predicted = predict(engine, task, dataset, device, others=rollout)
+    free = available_bytes(device) if available is None else available
+    predicted.require(engine.num_envs, free, setting)
+    total, here = predicted.total(engine.num_envs), free + predicted.process
+    say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")
+    trainings = engine.num_envs * (config.rounds if episodes is None else episodes)
+    batches = len(training_bounds(task, dataset))
+    measured = len(dataset.val) / task.batch_train / _MEASURED_PER_TRAINED
+    each = config.episode_length * (batches + measured) * predicted.batch_seconds
+    seconds = trainings * each / (predicted.processes * predicted.threads)
+    say(
+        f"cost: {trainings:,} training{'s' * (trainings != 1)} of {config.episode_length} steps with {batches:,} "
+        f"batch{'es' * (batches != 1)} each, about {duration(seconds)} "
+        f"by a trial of one network{' at a time' * predicted.together}"
+    )
+
+
+def assemble(
+    config: RunConfig, device: torch.device, say: Callable[[str], None] = lambda line: None, *, rounds_done: int = 0
+) -> Parts:
+    """A new run before its first step, compiled and warmed up; `say` gets lines about its memory and its time.
+
+    Raises:
+        DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
+            into its memory.
+    """
+    dataset = dataset_of(config, device)
+    require_memory(config, config.task_spec(), dataset, device, say, episodes=config.rounds - rounds_done)
+    engine = engine_of(config, dataset, device)
+    shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
+    chosen = replace(
+        config,
+        executor=engine.config.executor,
+        workers=engine.config.workers,
+        amp=engine.config.amp,
+        compile="on" if is_compiled(config.compile, device) else "off",
+    )
+    client: ClientProtocol
+    if config.topology:
+        client = baseline_of(STATIC, config, engine.spec)
+        engine.planted = (GrowthManifest.of_lines(config.topology),) * engine.spec.num_envs
+        planting_of(engine.planted, engine.spec)  # refuses what does not fit
+    else:
+        client = learner_of(config, engine.spec)
+    engine.warm_up(len(client.terms))
+    return Parts(chosen, engine, client, shape, dataset)

@@ -1,0 +1,1 @@
+"""Comparisons of controllers, and the search for the best schedule, rule and heuristic."""

@@ -1,0 +1,362 @@
+"""The outcome of one controller on one group of hosts: one episode without learning, and what it cost.
+
+    training  = sum over steps: training examples * 3 * (host + its live seeds)
+                (a backward pass counts as two forward passes, also through frozen layers)
+    measuring = sum over steps: validation examples * sum over coalitions (host + the seeds that are on)
+
+One forward pass is counted in floating-point operations, as in exported networks: matrix products and convolutions, a
+multiply-add as two. Executors that share work between coalitions do less than `measuring`.
+
+Outcomes are kept in a folder, so that an interrupted comparison can be continued:
+
+    DIR/evaluation.json                    the comparison, once it is complete
+    DIR/outcomes/heuristic-1000000-5d4f... npz file of the arrays, with key, structures and the rest as JSON
+
+The last part of a name is the digest of the key: everything that decides the outcome, including the source of this
+package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from esper.export.grown import GrownSeed
+from esper.export.grown import plain as as_module
+from esper.export.network import flops
+from esper.kasmina.hosts.host import Host
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.errors import ConfigError, DataError, option
+from esper.leyline.files import is_draft, replacing
+from esper.leyline.manifest import GrowthManifest, manifests, planting_of
+from esper.leyline.messages import EngineSpec
+from esper.leyline.stages import Algorithm, SeedStage
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.plugins import source_of
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain
+from esper.runs.evaluation.controllers import Controller
+from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.batches import training_bounds
+from esper.tolaria.runtime import host_read
+from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
+
+BACKWARD = 2
+"""Forward passes that one backward pass counts as."""
+_TRAINED = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """FLOPs of each host [N], float64: of one example in the kept network, of its training, of its measurements."""
+
+    per_example: np.ndarray
+    training: np.ndarray
+    measuring: np.ndarray
+
+
+@final
+class CostMeter:
+    """Adds up the cost of episode 0; a step listener of the engine.
+
+    Args:
+        task: of the hosts. dataset: their data. spec: of the engine.
+        seed_params: parameters of each blueprint by slot [S, P], from the executor.
+        planted: structure that each host has from the first step, if any.
+    """
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        dataset: Dataset,
+        spec: EngineSpec,
+        seed_params: np.ndarray,
+        planted: Sequence[GrowthManifest] = (),
+    ) -> None:
+        host = task.host
+        assert host is not None, f"task {task.name!r} has no networks"
+        self._spec, self._seed_params = spec, seed_params
+        self._example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
+        module = deterministic_build(lambda: host.build(spec.slot_ids, self._example))
+        assert isinstance(module, Host), f"{type(module).__name__} is not a host"
+        self._module = module
+        self._added = np.full((spec.num_slots, spec.num_blueprints, 2), np.nan)  # filled when a seed is first met
+        self.host = flops(as_module(module, []).module, module, self._example)
+        self._train = training_bounds(task, dataset)[-1][1]
+        self._val_N = np.full(spec.num_envs, len(dataset.val))
+        if task.instances is not None:
+            drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
+            self._val_N = drawn.val.count.cpu().numpy()
+        self.training, self.measuring = np.zeros(spec.num_envs), np.zeros(spec.num_envs)
+        # what each slot adds to the forward passes of the next step
+        self._seeds = np.zeros((spec.num_envs, spec.num_slots))
+        if planted:
+            blueprint, algorithm = planting_of(planted, spec)
+            self._seeds = self.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
+
+    def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
+        """FLOPs that the seed in each slot [N, S], with its gate if it has one, adds to a forward pass of an example.
+
+        Float64; 0 where none is `present`.
+        """
+        hosts, slots = np.nonzero(present)
+        kinds = slots, blueprint[hosts, slots], gated[hosts, slots].astype(np.int64)
+        for s, b, gate in sorted({*zip(*(kind.tolist() for kind in kinds), strict=True)}):
+            if np.isnan(self._added[s, b, gate]):
+                algorithm = Algorithm.GATE if gate else Algorithm.ADD
+                seed = GrownSeed(self._spec.slot_ids[s], self._spec.blueprint_names[b], algorithm.name)
+                grown = as_module(self._module, [seed]).module
+                self._added[s, b, gate] = flops(grown, self._module, self._example) - self.host
+        found = np.zeros(present.shape)
+        found[hosts, slots] = self._added[kinds]
+        return found
+
+    def __call__(self, report: StepReport) -> None:
+        """Add the step of the report, which ran the structure of the report before it."""
+        self.training += (1 + BACKWARD) * self._train * (self.host + self._seeds.sum(axis=1))
+        on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
+        self.measuring += self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1)
+        present = np.isin(report.stage, _TRAINED)
+        without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
+        self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
+
+    def cost(self, stats: RolloutStats) -> TrainingCost:
+        """The cost of the finished episode and of the networks that it left."""
+        kept = stats.stage == SeedStage.FOSSILIZED
+        seeds = self.of_seeds(kept, stats.blueprint, stats.algorithm == Algorithm.GATE)
+        return TrainingCost(self.host + seeds.sum(axis=1), self.training, self.measuring)
+
+
+SEED_OFFSET = 1_000_000
+"""Added to the training seed, so that evaluation hosts differ from all training hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Results of one controller on N hosts.
+
+    Attributes:
+        stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
+        grown: structure of each kept network.
+        cost: in FLOPs; None for scripted hosts, which are not networks.
+        note: that of the controller.
+    """
+
+    name: str
+    stats: RolloutStats
+    test_acc: np.ndarray
+    grown: tuple[GrowthManifest, ...] = ()
+    cost: TrainingCost | None = None
+    note: str = ""
+
+
+def run_controller(
+    config: RunConfig,
+    dataset: Dataset | None,
+    device: torch.device,
+    controller: Controller,
+    *,
+    run_seed: int,
+    num_envs: int,
+    on_step: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """One episode of a controller on `num_envs` hosts of seed `run_seed`; the test split is read at its end.
+
+    Args:
+        config: of the task, and of the run if its controller is compared.
+        dataset: that of `dataset_of`.
+        device: that of `device_of`.
+        controller: nothing of it is changed.
+        run_seed: key of all random draws.
+        num_envs: N.
+        on_step: called after each control step.
+
+    Raises:
+        ConfigError, RegistryError, CheckpointError, DataError: the controller does not fit, or cannot be run.
+    """
+    config = replace(config, compile="off")  # one episode is shorter than a compilation
+    task = config.task_spec()
+    if controller.host is not None:
+        task = replace(task, host=controller.host)
+    meter: CostMeter | None = None
+
+    def listen(report: StepReport) -> None:
+        if meter is not None:
+            meter(report)
+        on_step()
+
+    engine = engine_of(
+        config,
+        dataset,
+        device,
+        engine_config=config.engine(run_seed=run_seed, num_envs=num_envs),
+        on_step=listen,
+        task=task,
+    )
+    planted = controller.planted * (num_envs if len(controller.planted) == 1 else 1)
+    client = controller.make(engine.spec)
+    engine.planted = planted
+    if dataset is not None:
+        (seed_params,) = host_read(engine.executor.costs.seed_params)
+        meter = CostMeter(task, dataset, engine.spec, seed_params, planted)
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    (test_acc,) = host_read(engine.test())
+    return Outcome(
+        name=controller.name,
+        stats=_charged(stats, config) if controller.host is not None else stats,
+        test_acc=test_acc,
+        grown=manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
+        cost=meter.cost(stats) if meter else None,
+        note=controller.note,
+    )
+
+
+def _charged(stats: RolloutStats, config: RunConfig) -> RolloutStats:
+    """Results of a wider host, whose additional parameters are charged like grown ones."""
+    host = config.task_spec().host
+    assert host is not None, "only networks can be widened"
+    own = np.full_like(stats.host_params, host.num_params())
+    return replace(stats, host_params=own, fossil_params=stats.fossil_params + stats.host_params - own)
+
+
+FORMAT = 3
+REPORT, OUTCOMES = "evaluation.json", "outcomes"
+_IRRELEVANT = frozenset(
+    {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}
+    | {"device", "data_dir", "workers", "threads", "compile", "ppo"}
+)
+"""Settings that do not change an outcome; those of a policy network are part of the identity of its controller."""
+_DECISIVE = ("cpp", "kasmina", "leyline", "simic", "tamiyo", "tasks", "tolaria")
+"""Packages whose source decides outcomes."""
+Key = Mapping[str, Any]
+
+
+def key_of(
+    config: RunConfig, dataset: Dataset | None, controller: Controller, *, run_seed: int, num_envs: int
+) -> dict[str, Any]:
+    """Everything that decides the outcome of a controller, as JSON values."""
+    task = config.task_spec()
+    key = {
+        "format": FORMAT,
+        "program": _digest_of_program(),
+        "plugins": {name: _digest_of_file(file) for name in config.plugins if (file := source_of(name))},
+        "controller": controller.name,
+        "identity": controller.identity,
+        "hosts": [run_seed, num_envs],
+        "settings": {name: value for name, value in plain(config).items() if name not in _IRRELEVANT},
+        "host": repr(task.host),
+        "instances": repr(task.instances),
+        "data": {name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()} if dataset else {},
+    }
+    found: dict[str, Any] = json.loads(json.dumps(key, default=str))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _digest_of_program() -> str:
+    package = Path(__file__).parents[2]
+    files = sorted(file for name in _DECISIVE for file in (package / name).rglob("*.*") if file.suffix != ".pyc")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+
+
+def _digest_of_file(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@final
+class OutcomeStore:
+    """The outcomes in a folder.
+
+    Raises ConfigError if the folder holds anything but a comparison, or cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._outcomes = folder / OUTCOMES
+        own = {REPORT, OUTCOMES}
+        try:
+            if folder.exists():
+                others = sorted(file.name for file in folder.iterdir() if file.name not in own and not is_draft(file))
+                if others:
+                    raise ConfigError(
+                        f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new "
+                        f"folder, or one of an earlier comparison, with {option('out')}."
+                    )
+            self._outcomes.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {folder} cannot be used ({error.strerror}); name another with {option('out')}."
+            ) from error
+
+    def path(self, key: Key) -> Path:
+        """The file of the outcome with this key."""
+        digest = hashlib.sha256(_canonical(key)).hexdigest()
+        return self._outcomes / f"{Path(key['controller']).stem}-{key['hosts'][0]}-{digest[:16]}.npz"
+
+    def get(self, key: Key) -> Outcome | None:
+        """The stored outcome, or None; raises DataError for a file that is damaged or was not written by `put`."""
+        path = self.path(key)
+        if not path.exists():
+            return None
+        try:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                arrays = dict(file)  # their checksums are compared
+            tree = json.loads(str(arrays.pop("outcome")))
+            if tree["key"] != json.loads(_canonical(key)):
+                raise ValueError("it belongs to another comparison")
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+            raise DataError(
+                f"the outcome {path} is damaged or was not written by esper ({error}); delete it, and it is "
+                "computed again."
+            ) from error
+        parts: dict[str, dict[str, Any]] = {"stats": {}, "instance": {}, "cost": {}, "": {}}
+        for name, value in arrays.items():
+            part, _, field = name.rpartition(".")
+            parts[part][field] = value
+        cost, instance = RolloutCost(**tree["cost"]), parts["instance"]
+        return Outcome(
+            name=tree["name"],
+            stats=RolloutStats(**parts["stats"], episode=tree["episode"], cost=cost, instance=instance),
+            test_acc=arrays["test_acc"],
+            grown=tuple(GrowthManifest.of_lines(lines) for lines in tree["grown"]),
+            cost=TrainingCost(**parts["cost"]) if parts["cost"] else None,
+            note=tree["note"],
+        )
+
+    def put(self, key: Key, outcome: Outcome) -> None:
+        """Write an outcome atomically; raises ConfigError if it cannot be written."""
+        stats, path = outcome.stats, self.path(key)
+        tree = {
+            "key": dict(key),
+            "name": outcome.name,
+            "note": outcome.note,
+            "grown": [manifest.lines for manifest in outcome.grown],
+            "episode": stats.episode,
+            "cost": vars(stats.cost),
+        }
+        arrays: dict[str, Any] = {
+            f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)
+        }
+        arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
+        arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
+        try:
+            with replacing(path) as file:
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."
+            ) from error
+
+
+def _canonical(key: Key) -> bytes:
+    return json.dumps(key, sort_keys=True).encode()

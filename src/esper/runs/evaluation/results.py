@@ -1,0 +1,326 @@
+"""The results of a comparison: statistics over hosts or runs, one result for each controller, and the verdict in words.
+
+Sources: BCa bootstrap, Efron (1987); interquartile mean and probability of improvement, Agarwal et al., "Deep
+reinforcement learning at the edge of the statistical precipice" (2021); sample size with the correction of the normal
+for the t distribution, Guenther (1981).
+
+G = groups of hosts (one per run or seed), N = hosts of each group, U = units: the runs if there are several, else all
+hosts.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from esper.leyline.objective import Objective
+from esper.runs.evaluation.controllers import COMMON, REFERENCE, TRAINED
+from esper.runs.evaluation.outcomes import Outcome, TrainingCost
+from esper.runs.evaluation.tables import counted
+from esper.runs.report import objective_of, ops_by_name, standard_deviation
+from esper.simic.rewards.objective import objective_value
+from esper.simic.rewards.reward_config import RewardConfig
+from esper.tamiyo.baselines import STATIC
+from esper.tasks.losses import perplexity
+
+RESAMPLES = 9_999
+LEVEL = 0.95
+"""Of all intervals."""
+POWER, MEANINGFUL = 0.8, 2.0
+"""Of the sample size: its power, and the difference to detect in points of 100·J."""
+LEAST_UNITS = 6
+"""Of a significant difference. K differences have the same sign by chance in 2^(1-K) of all cases, and then the
+interval of a bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
+QUICK, CLAIM = 5, 10
+"""Runs of a quick look and of a claim."""
+_CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
+
+Units = Float[np.ndarray, " U"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A statistic with its 95 % interval; NaN bounds where a single unit allows none."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __neg__(self) -> "Estimate":
+        return Estimate(-self.mean, -self.high, -self.low)
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether all of the interval lies above or below 0."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+def mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
+    """The mean over units."""
+    return np.asarray(values.mean(axis=axis, dtype=np.float64))
+
+
+def interquartile_mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
+    """The mean of the middle half: floor(U / 4) of the lowest and of the highest units are left out."""
+    from scipy.stats import trim_mean  # takes a second, which every command would pay
+
+    return np.asarray(trim_mean(values, 0.25, axis=axis))
+
+
+def estimate(values: Units, statistic: Callable[..., np.ndarray] = mean) -> Estimate:
+    """A statistic of all units with its interval by the BCa bootstrap, with the same resamples each time.
+
+    Where BCa is not defined, because the units are all equal for instance, it is the percentile interval.
+    """
+    from scipy.stats import bootstrap
+
+    together = float(statistic(values))
+    if values.size == 1:
+        return Estimate(together, math.nan, math.nan)
+    size = {"confidence_level": LEVEL, "vectorized": True, "axis": -1, "batch": 1_000}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of degenerate distributions; their intervals are NaN
+        found = bootstrap((values,), statistic, n_resamples=RESAMPLES, method="BCa", rng=0, **size)
+    low, high = found.confidence_interval
+    if not (math.isfinite(low) and math.isfinite(high)):
+        found = bootstrap((values,), statistic, n_resamples=0, method="percentile", bootstrap_result=found, **size)
+        low, high = found.confidence_interval
+    return Estimate(together, float(low), float(high))
+
+
+def probability_of_improvement(values: Units, reference: Units) -> Estimate:
+    """Share of the pairs in which the value is above the reference; ties count half."""
+    return estimate(0.5 * (1.0 + np.sign(values - reference)))
+
+
+def units_needed(deviation: float, difference: float = MEANINGFUL) -> int:
+    """Pairs that a two-sided paired t-test at 5 % needs to detect a true `difference` with a power of 80 %.
+
+    n = ((z_0.975 + z_0.8) s / d)^2 + z_0.975^2 / 2, rounded up, and at least `LEAST_UNITS`.
+
+    Args:
+        deviation: s, standard deviation of the paired differences.
+        difference: d, in the same unit, above 0.
+    """
+    z, z_power = NormalDist().inv_cdf(0.5 + LEVEL / 2.0), NormalDist().inv_cdf(POWER)
+    return max(LEAST_UNITS, math.ceil(((z + z_power) * deviation / difference) ** 2 + z**2 / 2.0))
+
+
+def units_of(values: Float[np.ndarray, "G N"], *, by_run: bool) -> Units:
+    """The independent numbers in the results of N hosts of each of G groups.
+
+    With several runs (`by_run`, one group each) those are the means of the runs, otherwise all hosts.
+    """
+    return mean(values) if by_run and len(values) > 1 else values.reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerResult:
+    """One controller: means over all hosts of their committed networks (host and fossilized seeds).
+
+    Values that do not exist (a spread of one, FLOPs of scripted hosts) are NaN.
+
+    Attributes:
+        objective: 100·J, with its standard deviation over units. objective_iqm: interquartile mean over units.
+        difference: paired difference in 100·J to the trained controller, else to wait_only. difference_test: the same
+            with test accuracy in J. improvement: probability that a unit is better than that of the reference.
+        needed: units that would be needed to detect a difference of 2 points; None if one unit says nothing of it.
+        committed, test: accuracy (pp) on the validation and the test split. loss: on the validation split; perplexity:
+            exp(loss) for texts, else NaN. test_objective: 100·J with `test`.
+        growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
+        flops: of one example in the kept network. training_flops, measuring_flops: of a host, see `CostMeter`.
+        seconds: wall time of all its episodes.
+        shaped_return: undiscounted sum of rewards; a diagnostic that does not rank controllers.
+        hosts: the values of every host, group after group. structures: `GrowthManifest.tree` of every host.
+        instances: properties of every host by name; empty where hosts are equal.
+        units: the values of 100·J that the statistics are of.
+    """
+
+    name: str
+    objective: float
+    objective_std: float
+    objective_iqm: Estimate
+    difference: Estimate
+    difference_test: Estimate
+    improvement: Estimate
+    needed: int | None
+    committed: float
+    committed_std: float
+    loss: float
+    perplexity: float
+    test: float
+    test_std: float
+    test_objective: float
+    growth: float
+    fossilized: float
+    flops: float
+    training_flops: float
+    measuring_flops: float
+    seconds: float
+    rollbacks: int
+    shaped_return: float
+    ops: dict[str, int]
+    units: list[float]
+    hosts: dict[str, list[float]]
+    structures: list[dict[str, Any]]
+    instances: dict[str, list[float]]
+
+
+def results(
+    outcomes: Mapping[str, Sequence[Outcome]], weights: RewardConfig, objective: Objective, *, by_run: bool
+) -> list[ControllerResult]:
+    """The trained controller first, then the strongest constant schedule, then the others by J, best first.
+
+    Args:
+        outcomes: of each controller, one per group of hosts, with equal groups for all of them.
+        weights: of J.
+        objective: of the task.
+        by_run: whether the groups belong to different training runs.
+    """
+    hosts = {name: _of_hosts(found, weights) for name, found in outcomes.items()}
+    reference = hosts[TRAINED if TRAINED in outcomes else REFERENCE]
+    found = [_result(outcomes[name], own, reference, objective, by_run) for name, own in hosts.items()]
+    found.sort(key=lambda result: -result.objective)
+    constant = next((result for result in found if result.name in _CONSTANT), None)
+    return sorted(found, key=lambda result: 0 if result.name == TRAINED else 1 if result is constant else 2)
+
+
+def _of_hosts(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str, Float[np.ndarray, "G N"]]:
+    """The figures of every host of one controller, float64."""
+
+    def columns(outcome: Outcome) -> dict[str, np.ndarray]:
+        stats = outcome.stats
+        missing = np.full(stats.growth.shape, np.nan)
+        cost = outcome.cost or TrainingCost(missing, missing, missing)
+        accuracy = outcome.test_acc.astype(np.float64)
+        return {
+            "objective": objective_of(stats, weights),
+            "committed": stats.committed_acc,
+            "loss": stats.committed_loss,
+            "test": outcome.test_acc,
+            "test_objective": 100.0 * objective_value(accuracy, stats.fossil_params, stats.host_params, weights),
+            "growth": stats.growth,
+            "shaped_return": stats.returns,
+            "flops": cost.per_example,
+            "training_flops": cost.training,
+            "measuring_flops": cost.measuring,
+        }
+
+    groups = [columns(outcome) for outcome in outcomes]
+    return {name: np.stack([group[name] for group in groups]).astype(np.float64) for name in groups[0]}
+
+
+def _result(
+    outcomes: Sequence[Outcome],
+    hosts: Mapping[str, Float[np.ndarray, "G N"]],
+    reference: Mapping[str, Float[np.ndarray, "G N"]],
+    objective: Objective,
+    by_run: bool,
+) -> ControllerResult:
+    units, test_units = (units_of(hosts[name], by_run=by_run) for name in ("objective", "test_objective"))
+    other, other_test = (units_of(reference[name], by_run=by_run) for name in ("objective", "test_objective"))
+    stats = [outcome.stats for outcome in outcomes]
+    means = {name: float(values.mean()) for name, values in hosts.items()}
+    spread = standard_deviation(units - other)
+    of_text = perplexity(objective, means["loss"])
+    return ControllerResult(
+        name=outcomes[0].name,
+        objective_std=standard_deviation(units),
+        objective_iqm=estimate(units, interquartile_mean),
+        difference=estimate(units - other),
+        difference_test=estimate(test_units - other_test),
+        improvement=probability_of_improvement(units, other),
+        needed=None if np.isnan(spread) else units_needed(spread),
+        perplexity=float("nan") if of_text is None else of_text,
+        committed_std=standard_deviation(hosts["committed"]),
+        test_std=standard_deviation(hosts["test"]),
+        **means,
+        fossilized=float(np.mean([s.fossilized for s in stats])),
+        seconds=float(sum(s.cost.seconds for s in stats)),
+        rollbacks=int(sum(s.rollbacks.sum() for s in stats)),
+        ops=ops_by_name(np.concatenate([s.ops for s in stats])),
+        units=units.tolist(),
+        hosts={name: values.reshape(-1).tolist() for name, values in hosts.items()},
+        structures=[manifest.tree() for outcome in outcomes for manifest in outcome.grown],
+        instances={name: [float(x) for s in stats for x in s.instance[name]] for name in stats[0].instance},
+    )
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a comparison in words."""
+
+    groups: int
+    hosts: int
+    by_run: bool
+
+    @property
+    def units(self) -> str:
+        """What is resampled."""
+        return "runs" if self.by_run and self.groups > 1 else "hosts"
+
+    def __str__(self) -> str:
+        hosts = counted(self.hosts, "host")
+        if self.groups == 1:
+            return hosts
+        return f"{self.groups} {'runs' if self.by_run else 'groups'} of {hosts}"
+
+
+def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
+    """The trained controller against the best baseline, or else that one against wait_only; a few sentences.
+
+    Where the best baseline has a finished structure from the first step, the best of the others is named too.
+    """
+    has_run = rows[0].name == TRAINED
+    by_value = sorted(rows[has_run:], key=lambda row: -row.objective)
+    growing = [row for row in by_value if row.name not in (STATIC, COMMON)]
+    best = by_value[0]
+    first = _against(best, f"the best baseline, {best.name}", size, has_run) + _caution(size, has_run)
+    if not has_run or best in growing or not growing:
+        return first
+    other = growing[0]
+    of_others = _against(other, f"{other.name}, the best of the others", size, has_run)
+    return f"{first} {best.name} has its structure from the first step; {of_others}"
+
+
+def _against(best: ControllerResult, called: str, size: Size, has_run: bool) -> str:
+    """The trained controller against `best`, or that one against wait_only."""
+    subject, other = (TRAINED, called) if has_run else (best.name, REFERENCE)
+    if subject == other:
+        return f"No baseline is better than {REFERENCE} on {size}."
+    found, test = best.difference, best.difference_test
+    if has_run:
+        found, test = -found, -test
+    better = 1.0 - best.improvement.mean if has_run else best.improvement.mean
+    one = size.units.removesuffix("s")
+    units = len(best.units)
+    interval = f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f} over {size.units}"
+    share = f", better in {100 * better:.0f} % of {size.units}" if units > 1 else ""
+    numbers = (
+        f"{found.mean:+z.2f} in 100·J on {size}{interval if units >= LEAST_UNITS else ''}{share}; "
+        f"{test.mean:+z.2f} with test accuracy"
+    )
+    if units < LEAST_UNITS:
+        few = f"{counted(units, one)} cannot show whether {subject} differs from {other}"
+        return f"{few}: {numbers}. At least {LEAST_UNITS} {size.units} are needed."
+    if found.excludes_zero:
+        word = "better" if found.mean > 0.0 else "worse"
+        return f"{subject} is {word} than {other}: {numbers}."
+    needed = "" if best.needed is None else (
+        f" To detect a difference of {MEANINGFUL:g}, {counted(best.needed, one)} would be needed."
+    )  # fmt: skip
+    return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
+
+
+def _caution(size: Size, has_run: bool) -> str:
+    """What may not be concluded."""
+    if not has_run or size.groups >= CLAIM:
+        return ""
+    if size.groups == 1:
+        return f" One run says nothing about other training seeds; a claim needs {CLAIM} runs."
+    return f" {size.groups} runs are {'a quick look' if size.groups >= QUICK else 'few'}; a claim needs {CLAIM}."

@@ -1,0 +1,660 @@
+"""The best constant schedule, the best rule with one threshold, or the best heuristic, found with a stated budget.
+
+`search`:
+    grid          successive halving over one blueprint in one slot, two slots or all slots, from several steps
+    neighbours    the same over the winners and plans that differ from one of them in one choice
+    rules         J of the winners on the same hosts, and the threshold that would have divided them best
+    confirmation  the best schedules and rules on the same new hosts; the winners, and their J, are taken from here
+`tune`:
+    random        different choices of `HeuristicRules`, each on all N hosts of the same episode
+    neighbours    twice: the best, and rules that differ from one of them in one choice, on new hosts
+    confirmation  the best on the same new hosts
+
+The budget counts every env-step, also those of candidates that lose. A *pass* is one episode of all N hosts. Passes
+with the same episode number have the same hosts: equal initial weights and data order. So candidates of one pass have
+different hosts, and candidates of several passes of one episode can have the same ones.
+
+Shape legend: N = hosts, C = candidates, H = hosts of each candidate, K = schedules.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from esper.leyline.actions import TEMPO_NAMES
+from esper.leyline.errors import ConfigError, command
+from esper.leyline.files import replacing
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
+from esper.leyline.random import Stream, local_generator
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, reward_of
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation.tables import plain_table
+from esper.runs.report import objective_of
+from esper.simic.client import ScriptedClient
+from esper.tamiyo.baselines import WaitOnly
+from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules
+from esper.tamiyo.policy_files import script_of, write_policy
+from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ScheduleTable, ThresholdRule, grid, neighbours
+from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
+from esper.tasks.registry import task_by_name
+from esper.telemetry.progress import RunConsole
+from esper.telemetry.run_directory import plain_json
+from esper.tolaria.runtime import host_read
+
+LEAST_PASSES = 10
+SCHEDULE_FILE, RULE_FILE, HEURISTIC_FILE = "best_schedule.json", "best_rule.json", "best_heuristic.json"
+SHOWN = 10
+LEGEND = "100·J: mean over training hosts with its standard error"
+_PLENTY, _MOST_SCRIPTED = 40, 256  # passes of a search on scripted hosts, and their number
+Features = dict[tuple[int, str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class PlannedRule:
+    """A rule between two plans: `below` where the feature is below the threshold, else `above`."""
+
+    feature: str
+    step: int
+    threshold: float
+    below: Plan
+    above: Plan
+
+    def rule(self, spec: EngineSpec) -> ThresholdRule:
+        """The rule with its schedules."""
+        below, above = self.below.schedule(spec), self.above.schedule(spec)
+        return ThresholdRule(feature=self.feature, step=self.step, threshold=self.threshold, below=below, above=above)
+
+    def words(self, spec: EngineSpec) -> str:
+        """The rule in two sentences."""
+        return (
+            f"in step {self.step}, if {self.feature} < {self.threshold:.4g}: {self.below.words(spec)}. "
+            f"Else: {self.above.words(spec)}."
+        )
+
+
+P = TypeVar("P", Plan, PlannedRule, HeuristicRules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried(Generic[P]):
+    """A candidate with 100·J of each host on which it was tried [H]."""
+
+    policy: P
+    values: np.ndarray
+
+    @property
+    def objective(self) -> float:
+        """Mean 100·J."""
+        return float(self.values.mean())
+
+    @property
+    def error(self) -> float:
+        """Standard error of that mean; NaN for one host."""
+        return float(self.values.std(ddof=1) / np.sqrt(self.values.size)) if self.values.size > 1 else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.objective:.2f}" if math.isnan(self.error) else f"{self.objective:.2f} ± {self.error:.2f}"
+
+
+AnyTried = Tried[Plan] | Tried[PlannedRule] | Tried[HeuristicRules]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        env_steps: spent. waiting: mean 100·J of waiting hosts in the rule search; None where the heuristic was tuned.
+        schedule, rule, heuristic: the winners; no rule if the hosts did not differ in any feature.
+        stages: all results by stage.
+    """
+
+    config: RunConfig
+    spec: EngineSpec
+    num_envs: int
+    budget: int
+    env_steps: int
+    stages: Sequence[tuple[str, Sequence[AnyTried]]]
+    waiting: float | None = None
+    schedule: Tried[Plan] | None = None
+    rule: Tried[PlannedRule] | None = None
+    heuristic: Tried[HeuristicRules] | None = None
+
+    @property
+    def report_file(self) -> str:
+        """Name of the report."""
+        return "search.json" if self.heuristic is None else "heuristic_search.json"
+
+    def winners(self) -> dict[str, AnyTried]:
+        """The winners by the name of their file."""
+        found = {SCHEDULE_FILE: self.schedule, RULE_FILE: self.rule, HEURISTIC_FILE: self.heuristic}
+        return {name: winner for name, winner in found.items() if winner is not None}
+
+    def write(self, folder: Path) -> None:
+        """Write the winners as policy files, and the report with all candidates."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.schedule is not None:
+            (folder / RULE_FILE).unlink(missing_ok=True)  # of an earlier search
+        for name, winner in self.winners().items():
+            policy = winner.policy
+            if isinstance(policy, Plan):
+                content: Any = policy.schedule(self.spec)
+            else:
+                content = policy.rule(self.spec) if isinstance(policy, PlannedRule) else policy
+            found = self._size() | {"objective": winner.objective, "objective_hosts": winner.values.size}
+            found |= {} if self.waiting is None else {"objective_of_waiting": self.waiting}
+            write_policy(folder / name, content, self.config.task, found, self.spec)
+        with replacing(folder / self.report_file) as file:
+            json.dump(plain_json(self.report()), file, indent=2)
+
+    def _size(self) -> dict[str, Any]:
+        return {
+            "budget": self.budget,
+            "env_steps": self.env_steps,
+            "episode_length": self.config.episode_length,
+            "seed": self.config.seed,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """All candidates with J as JSON values."""
+
+        def candidate(tried: AnyTried) -> dict[str, Any]:
+            return {
+                "name": tried.policy.words(self.spec),
+                "objective": tried.objective,
+                "standard_error": tried.error,
+                "hosts": tried.values.size,
+            }
+
+        found = {"schedule": self.schedule, "rule": self.rule, "heuristic": self.heuristic}
+        winners = {name: candidate(winner) if winner else None for name, winner in found.items()}
+        stages = [{"stage": name, "candidates": [candidate(one) for one in tried]} for name, tried in self.stages]
+        size = {"task": self.config.task, "num_envs": self.num_envs, **self._size()}
+        return {**size, "waiting": self.waiting, **winners, "stages": stages}
+
+    def show(self, folder: Path, console: RunConsole) -> None:
+        """Print the best candidates, the winners in words, and where the files are."""
+        page = plain_table("schedule" if self.heuristic is None else "rules", "100·J", "hosts", fold=True)
+        newest: dict[object, AnyTried] = {}  # later stages have more hosts, and only the best candidates
+        for tried in (one for _, of_stage in reversed(self.stages) for one in of_stage):
+            newest.setdefault(tried.policy, tried)
+        for tried in list(newest.values())[:SHOWN]:
+            page.add_row(tried.policy.words(self.spec), str(tried), str(tried.values.size))
+        console.print("", page, sep="\n")
+        console.say("\n".join(("", *self._sentences())))
+        files = list(self.winners())
+        console.say(f"written to {folder}: {', '.join((*files, self.report_file))}")
+        of_task = (*(folder / name for name in files), "--task", self.config.task)
+        console.say(f"compare on new hosts: {command('evaluate', *of_task, plugins=self.config.plugins)}")
+
+    def _sentences(self) -> Iterator[str]:
+        """What the table means, and the winners in words, with J of the confirmation."""
+        if self.schedule is None:
+            yield f"{LEGEND}."
+            return
+        yield f"{LEGEND}; a seed is fossilized as soon as legal, or held longer."
+        yield f"wait_only: {self.waiting:.2f}"
+        for name, winner in (("schedule", self.schedule), ("rule", self.rule)):
+            if winner is not None:
+                where = f"{winner} on {winner.values.size} new training hosts"
+                yield f"best {name}, {where}: {winner.policy.words(self.spec)}"
+        if self.rule is None:
+            yield "no rule: the hosts do not differ in any feature, or too few schedules were compared"
+        elif self.rule.objective <= self.schedule.objective:
+            yield "The rule is not better than the schedule on these hosts."
+
+
+def default_budget(config: RunConfig) -> int:
+    """The env-steps of a training run of this configuration."""
+    return config.rounds * config.num_envs * config.episode_length
+
+
+def default_num_envs(config: RunConfig, budget: int) -> int:
+    """As in training. Scripted hosts cost nothing, so more of them share a pass while the passes suffice."""
+    if task_by_name(config.task).script is None:
+        return config.num_envs
+    return min(max(budget // (_PLENTY * config.episode_length), config.num_envs), _MOST_SCRIPTED)
+
+
+def passes_of(budget: int, num_envs: int, episode_length: int) -> int:
+    """Whole episodes of all hosts in a budget of env-steps; raises ConfigError if they are too few for a search."""
+    passes = budget // (num_envs * episode_length)
+    if passes < LEAST_PASSES:
+        raise ConfigError(
+            f"a budget of {budget:,} env-steps is {passes} episodes of {num_envs} hosts x {episode_length} steps; a "
+            f"search needs {LEAST_PASSES}: give --budget {LEAST_PASSES * num_envs * episode_length}, or a smaller "
+            "--num-envs."
+        )
+    return passes
+
+
+@final
+class TrainingHosts:
+    """Fresh hosts of the run's own seed, which evaluation never uses.
+
+    Args:
+        config: of the run whose hosts these are.
+        num_envs: N.
+        on_pass: called after each control step with its share of a pass.
+    """
+
+    def __init__(self, config: RunConfig, num_envs: int, on_pass: Callable[[float], None] = lambda share: None) -> None:
+        config = replace(config, compile="off", num_envs=num_envs)  # many short episodes, no learner
+        device = device_of(config)
+        self.engine = engine_of(
+            config, dataset_of(config, device), device, on_step=lambda _: on_pass(1.0 / config.episode_length)
+        )
+        self.spec, self.num_envs = self.engine.spec, num_envs
+        self._config, self._reward = config, reward_of(config, self.spec)
+        self.passes = 0
+        self._episodes = 0
+
+    @property
+    def env_steps(self) -> int:
+        """Hosts x control steps so far."""
+        return self.passes * self.num_envs * self.spec.episode_length
+
+    def new_episodes(self, number: int) -> list[int]:
+        """The numbers of episodes whose hosts no candidate has had."""
+        self._episodes += number
+        return list(range(self._episodes - number, self._episodes))
+
+    def measure(self, script: Script[Any], episode: int) -> np.ndarray:
+        """100·J of each host [N] after one pass; an accuracy that is not a number counts as 0, as in the reward."""
+        client = ScriptedClient(ScriptedPolicy(script, self.spec), self._reward)
+        self.engine.reset(client, episode)
+        stats = self.engine.rollout(client)
+        assert stats is not None, "nothing stops a pass"
+        self.passes += 1
+        known = replace(stats, committed_acc=np.nan_to_num(stats.committed_acc, nan=0.0))
+        return objective_of(known, self._config.reward)
+
+    def follow(self, policy: Plan | PlannedRule | HeuristicRules, episode: int) -> np.ndarray:
+        """100·J of each host [N] where all follow one policy."""
+        match policy:
+            case Plan():
+                return self.measure(FixedSchedules(ScheduleTable([policy.schedule(self.spec)], self.spec)), episode)
+            case PlannedRule():
+                return self.measure(script_of(policy.rule(self.spec), self.spec), episode)
+        return self.measure(Heuristic(self.spec, policy), episode)
+
+    def tried(self, policies: Sequence[P], episodes: Sequence[int]) -> list[Tried[P]]:
+        """Each policy on all hosts of the same episodes, H = N x episodes; best first."""
+        found = [Tried(policy=p, values=np.concatenate([self.follow(p, e) for e in episodes])) for p in policies]
+        return best_first(found)
+
+
+def best_first(tried: Sequence[Tried[P]]) -> list[Tried[P]]:
+    """By mean J."""
+    return sorted(tried, key=lambda one: -one.objective)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+CONTROL_FROM = 4
+"""Passes from which one of them is spent on waiting hosts, whose J explains part of the others' (at most a quarter)."""
+SURVIVING = 4
+"""One in how many survives a rung."""
+LEAST_HOSTS = 2
+"""Of a candidate in the first rung."""
+_MOST_RUNGS = 3
+_KEPT, _PARENTS = 8, 4
+_FOR_RULES, _FOR_GRID = 0.3, 0.6
+"""Share of the budget for rules and confirmation, and of the rest for the grid."""
+_LEAST_FOR_RULES = 5  # passes: waiting, two schedules, and the confirmation of a schedule and a rule
+_TWO_ROUNDS = 16  # passes from which neighbours of the improved winners are tried too
+_POOLS = ((6, (1, 3, 5)), (4, (1, 3, 5)), (3, (1, 3)), (2, (1, 3)), (2, (1,)))
+"""Schedules and steps of the rule search: the first that three quarters of its passes measure on `_ENOUGH` hosts."""
+_ENOUGH = 64
+_FINALISTS = (2, 3)  # schedules, rules
+
+
+def search(
+    config: RunConfig,
+    *,
+    budget: int,
+    num_envs: int,
+    on_pass: Callable[[float], None] = lambda share: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Found:
+    """Search for the best schedule and rule of a task.
+
+    Args:
+        config: task, seed, and weights of J.
+        budget: env-steps.
+        num_envs: hosts that run at once.
+        on_pass: called after each control step with its share of a pass.
+        on_stage: takes the name of each stage when it begins.
+
+    Raises:
+        ConfigError, DataError: the budget is too small, or the hosts cannot be built.
+    """
+    passes = passes_of(budget, num_envs, config.episode_length)
+    hosts = TrainingHosts(config, num_envs, on_pass)
+    spec, stages = hosts.spec, list[tuple[str, list[Tried[Plan]]]]()
+
+    def run(stage: str, plans: Sequence[Plan], share: int) -> list[Tried[Plan]]:
+        on_stage(stage)
+        stages.extend((stage, rung) for rung in halve(hosts, plans, share, _KEPT))
+        return stages[-1][1]
+
+    for_schedules = passes - max(int(passes * _FOR_RULES), _LEAST_FOR_RULES)
+    for_grid = int(for_schedules * _FOR_GRID)
+    for_neighbours = for_schedules - for_grid
+    waiting, *others = grid(spec)
+    best = run("grid", [waiting, *shuffled(others, config.seed, 0)], for_grid)
+    rounds = 1 + (for_neighbours >= _TWO_ROUNDS)
+    for number in range(1, rounds + 1):
+        parents = [tried.policy for tried in best[:_PARENTS]]
+        near = dict.fromkeys(other for plan in parents for other in neighbours(plan, spec))
+        new = [plan for plan in near if plan not in parents]
+        best = run("neighbours", [*parents, *shuffled(new, config.seed, number)], for_neighbours // rounds)
+
+    on_stage("rules")
+    passes -= hosts.passes
+    steps, plans = _pool([tried.policy for tried in best], passes, num_envs)
+    values, features = observed(hosts, plans, steps, max(passes * 3 // 4 // (1 + len(plans)), 1))
+    pool = [Plan(), *plans]
+    passes -= values.shape[1] // num_envs * len(pool)
+    by_value = [pool[k] for k in np.argsort(-values.mean(axis=1), kind="stable")]
+    most_schedules, most_rules = _FINALISTS if passes >= sum(_FINALISTS) else (1, 1)
+    rules = best_rules(pool, values, features, most_rules)
+    on_stage("confirmation")
+    finalists = by_value[:most_schedules]
+    episodes = hosts.new_episodes(passes // (len(finalists) + len(rules)))
+    schedule, rule = hosts.tried(finalists, episodes)[0], next(iter(hosts.tried(rules, episodes)), None)
+    return Found(
+        config=config,
+        spec=spec,
+        num_envs=num_envs,
+        budget=budget,
+        env_steps=hosts.env_steps,
+        stages=stages,
+        waiting=float(values[0].mean()),
+        schedule=schedule,
+        rule=rule,
+    )
+
+
+def _pool(winners: Sequence[Plan], passes: int, num_envs: int) -> tuple[tuple[int, ...], list[Plan]]:
+    """Steps of observation, and the winners that begin in one of them or later; different seeds first."""
+    by_seeds: dict[object, Plan] = {}
+    for plan in winners:
+        by_seeds.setdefault(plan.seeds, plan)
+    ordered = list(dict.fromkeys((*by_seeds.values(), *winners)))
+    for number, steps in _POOLS:
+        plans = [plan.delayed(step) for plan in ordered[:number] for step in steps]
+        plans = [plan for plan in dict.fromkeys(plans) if plan.seeds]
+        if (1 + len(plans)) * -(-_ENOUGH // num_envs) <= passes * 3 // 4:
+            break
+    return steps, plans
+
+
+def halve(hosts: TrainingHosts, plans: Sequence[Plan], passes: int, keep: int) -> list[list[Tried[Plan]]]:
+    """Successive halving (Jamieson and Talwalkar, 2016): many candidates on few hosts, then the best ones on more.
+
+    rung 1    128 plans,  2 hosts each
+    rung 2     32 plans,  8 hosts each      a quarter survives; every rung has new hosts and costs about the same
+    rung 3      8 plans, 32 hosts each
+
+    Returns the results of each rung, best first; the last one has at least `keep` plans, if there are so many.
+
+    Args:
+        hosts: where the plans are measured.
+        plans: more than the passes can measure are left out from the end, so those that matter most come first.
+        passes: the budget.
+        keep: plans whose order the last rung tells.
+    """
+    rungs = number_of_rungs(len(plans), passes, keep)
+    side_by_side = max(hosts.num_envs // LEAST_HOSTS, 1)
+    share, found = passes // rungs, list[list[Tried[Plan]]]()
+    survivors = list(plans[: max(share - (share >= CONTROL_FROM), 1) * side_by_side])
+    for rung in range(rungs):
+        last = rung == rungs - 1
+        found.append(ranked(hosts, survivors, share + passes % rungs * last))
+        survivors = [tried.policy for tried in found[-1][: max(-(-len(survivors) // SURVIVING), keep)]]
+    return found
+
+
+def number_of_rungs(plans: int, passes: int, keep: int) -> int:
+    """Rungs that leave at least two passes to each, and end as soon as `keep` plans are left."""
+    rungs = 1
+    while rungs < _MOST_RUNGS and passes // (rungs + 1) >= 2 and plans > keep:
+        rungs, plans = rungs + 1, -(-plans // SURVIVING)
+    return rungs
+
+
+def shuffled(plans: Sequence[Plan], seed: int, round_number: int) -> list[Plan]:
+    """The plans in an order that is random, but equal for equal seeds."""
+    own = local_generator(seed, Stream.SCHEDULE_SEARCH, episode=round_number)
+    return [plans[i] for i in torch.randperm(len(plans), generator=own).tolist()]
+
+
+def ranked(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> list[Tried[Plan]]:
+    """The plans by mean J on new hosts, best first, in at most `passes` passes.
+
+    With as many passes as plans, every plan is measured on all hosts of the same episodes. With fewer, several plans
+    share a pass: the hosts are divided into groups, and plans that follow each other in one group have the same hosts.
+    """
+    if passes >= len(plans):
+        return hosts.tried(plans, hosts.new_episodes(passes // len(plans)))
+    values = _side_by_side(hosts, plans, passes)
+    return best_first([Tried(policy=plan, values=row) for plan, row in zip(plans, values, strict=True)])
+
+
+def _side_by_side(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> np.ndarray:
+    """J [C, H] of plans that share passes over the hosts of one episode, in groups of H."""
+    (episode,), spec = hosts.new_episodes(1), hosts.spec
+    control = hosts.follow(Plan(), episode) if passes >= CONTROL_FROM else None
+    groups = -(-len(plans) // (passes - (control is not None)))
+    size = hosts.num_envs // groups
+    assert size >= 1, "at most N plans share a pass"
+    table = ScheduleTable([plan.schedule(spec) for plan in plans], spec)
+    members = np.arange(groups * size).reshape(groups, size)
+    own = np.minimum(np.arange(hosts.num_envs) // size, groups - 1)
+    rows = []
+    for first in range(0, len(plans), groups):
+        which = np.minimum(first + own, len(plans) - 1)  # plans that do not fill the last pass are repeated, unread
+        measured = hosts.measure(FixedSchedules(table, torch.from_numpy(which).to(spec.device)), episode)
+        rows += [measured[group] for group in members[: len(plans) - first]]
+    values = np.stack(rows)
+    if control is None:
+        return values
+    return adjusted(values, np.stack([control[members[c % groups]] for c in range(len(plans))]), control.mean())
+
+
+def adjusted(values: np.ndarray, control: np.ndarray, mean: float) -> np.ndarray:
+    """J [C, H] without the part that J of the same hosts under waiting, `control` [C, H], explains.
+
+    The slope is estimated within candidates and kept between 0 (hosts have nothing in common but the task) and 1 (each
+    host adds the same to all its candidates); `mean` is that of all waiting hosts.
+    """
+    x, y = control - control.mean(axis=1, keepdims=True), values - values.mean(axis=1, keepdims=True)
+    spread = float((x * x).sum())
+    slope = min(max(float((x * y).sum()) / spread, 0.0), 1.0) if spread > 0.0 else 0.0
+    return values - slope * (control - mean)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+QUANTILES = tuple(i / 8 for i in range(1, 8))
+"""Thresholds that are tried, so that at least an eighth of the hosts is on each side, and never fewer than four."""
+_LEAST_HOSTS = 4
+
+
+@final
+class Watching:
+    """Waits, and keeps the features of the hosts in some steps."""
+
+    def __init__(self, spec: EngineSpec, steps: Sequence[int]) -> None:
+        self._wait, self._steps = WaitOnly(spec), steps
+        self.seen: dict[tuple[int, str], Tensor] = {}
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
+        """No memory: what was seen is not an input of a decision."""
+        return self._wait.begin(episode, hosts)
+
+    def decide(self, obs: Observation, memory: NoMemory) -> Int[Tensor, "N 8"]:
+        """WAIT."""
+        if obs.t in self._steps:
+            self.seen |= {(obs.t, name): read(obs).to(torch.float64) for name, read in FEATURES.items()}
+        return self._wait.decide(obs, memory)
+
+    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
+        """No memory."""
+        return self._wait.remember(memory, step)
+
+
+def observed(
+    hosts: TrainingHosts, plans: Sequence[Plan], steps: Sequence[int], episodes: int
+) -> tuple[np.ndarray, Features]:
+    """J [1 + K, H] of waiting and of each plan on the same new hosts, and the features [H] of these hosts.
+
+    It takes (1 + K) x `episodes` passes.
+    """
+    values, features = [], list[Features]()
+    for episode in hosts.new_episodes(episodes):
+        watching = Watching(hosts.spec, steps)
+        waited = hosts.measure(watching, episode)
+        values.append(np.stack([waited, *(hosts.follow(plan, episode) for plan in plans)]))
+        features.append(dict(zip(watching.seen, host_read(*watching.seen.values()), strict=True)))
+    joined = {place: np.concatenate([found[place] for found in features]) for place in features[0]}
+    return np.concatenate(values, axis=1), joined
+
+
+def best_rules(plans: Sequence[Plan], values: np.ndarray, features: Features, count: int) -> list[PlannedRule]:
+    """The best rules in hindsight, best first: one for each feature and step, of those that decide alike only one.
+
+    Args:
+        plans: waiting and others, in the order of `values`.
+        values: J [K, H].
+        features: [H] by step and name; those that are missing (NaN) for a host are left out.
+        count: how many rules.
+    """
+    found: dict[object, tuple[float, PlannedRule]] = {}
+    for (step, name), feature in features.items():
+        usable = [k for k, plan in enumerate(plans) if plan.delayed(step) == plan]
+        sides = list(_sides(feature, usable, values))
+        if sides:
+            mean, threshold, below, above = max(sides)
+            decision = ((feature < threshold).tobytes(), below, above)
+            found.setdefault(decision, (mean, PlannedRule(name, step, threshold, plans[below], plans[above])))
+    best = sorted(found.values(), key=lambda pair: -pair[0])
+    return [rule for _, rule in best[:count]]
+
+
+def _sides(feature: np.ndarray, usable: Sequence[int], values: np.ndarray) -> Iterator[tuple[float, float, int, int]]:
+    """Mean J, threshold, and the plans below and above it, for each threshold that divides the hosts."""
+    if not np.isfinite(feature).all():
+        return
+    for threshold in np.unique(np.quantile(feature, QUANTILES)).tolist():
+        below = feature < threshold
+        if min(below.sum(), (~below).sum()) < _LEAST_HOSTS or len(usable) < 2:
+            continue
+        low, high = values[usable][:, below].sum(axis=1), values[usable][:, ~below].sum(axis=1)
+        total = low[:, None] + high[None, :]
+        np.fill_diagonal(total, -np.inf)  # the same plan on both sides is not a rule
+        k, m = np.unravel_index(int(total.argmax()), total.shape)
+        yield float(total[k, m]) / feature.size, threshold, usable[int(k)], usable[int(m)]
+
+
+# -- the heuristic -----------------------------------------------------------------------------------------------------
+
+_FIRST, _NEXT = 0.4, 0.2
+"""Share of the passes for random choices, and for each round of neighbours; the rest confirms."""
+_LAST = 5  # rules of the confirmation
+_MOST_BLUEPRINTS = 3
+_MOST_DRAWS = 20  # for each candidate; few are left where slots and blueprints are few
+_NUMBERS: Mapping[str, Sequence[float]] = {
+    "tempo": range(len(TEMPO_NAMES)),
+    "first_step": (1, 2, 3, 5, 8),
+    "plateau_epochs": (0, 1, 3),
+    "patience": (3, 5, 8),
+    "drop": (2.0, 5.0, 10.0, 100.0),
+    "fossilize_above": (0.0, 0.5, 1.0, 2.0, 5.0, 10.0),
+    "cooldown": (0, 5),
+}
+
+
+def tune(
+    config: RunConfig,
+    *,
+    budget: int,
+    num_envs: int,
+    on_pass: Callable[[float], None] = lambda share: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Found:
+    """Tune the heuristic; arguments and errors are those of `search`."""
+    passes = passes_of(budget, num_envs, config.episode_length)
+    hosts = TrainingHosts(config, num_envs, on_pass)
+    generator = local_generator(config.seed, Stream.HEURISTIC_SEARCH)
+    stages = list[tuple[str, list[Tried[HeuristicRules]]]]()
+
+    def run(stage: str, candidates: Sequence[HeuristicRules], episodes: int = 1) -> list[Tried[HeuristicRules]]:
+        on_stage(stage)
+        stages.append((stage, hosts.tried(candidates, hosts.new_episodes(episodes))))
+        return stages[-1][1]
+
+    first, following = int(passes * _FIRST), int(passes * _NEXT)
+    best = run("random", _different([DEFAULT_RULES], first, partial(random_rules, hosts.spec, generator)))
+    for _ in range(2):
+        parents = [tried.policy for tried in best[:_PARENTS]]
+        best = run("neighbours", _different(parents, following, partial(neighbour, parents, hosts.spec, generator)))
+    last = [tried.policy for tried in best[:_LAST]]
+    (winner, *_) = run("confirmation", last, max((passes - hosts.passes) // len(last), 1))
+    return Found(
+        config=config,
+        spec=hosts.spec,
+        num_envs=num_envs,
+        budget=budget,
+        env_steps=hosts.env_steps,
+        stages=stages,
+        heuristic=winner,
+    )
+
+
+def random_rules(spec: EngineSpec, generator: torch.Generator) -> HeuristicRules:
+    """Each choice drawn uniformly."""
+    drawn: dict[str, Any] = {name: values[_draw(len(values), generator)] for name, values in _NUMBERS.items()}
+    return HeuristicRules(
+        blueprints=_draw_some(spec.selectable, _MOST_BLUEPRINTS, generator),
+        slots=_draw_some(range(spec.num_slots), spec.num_slots, generator),
+        **drawn,
+    )
+
+
+def neighbour(parents: Sequence[HeuristicRules], spec: EngineSpec, generator: torch.Generator) -> HeuristicRules:
+    """One of the parents with one choice drawn anew."""
+    parent = parents[_draw(len(parents), generator)]
+    names = ["blueprints", "slots", *_NUMBERS]
+    name = names[_draw(len(names), generator)]
+    return replace(parent, **{name: getattr(random_rules(spec, generator), name)})
+
+
+def _different(first: Sequence[HeuristicRules], count: int, draw: Callable[[], HeuristicRules]) -> list[HeuristicRules]:
+    """`first` and others, `count` in all if there are so many, none twice."""
+    found = dict.fromkeys(first)
+    for _ in range(_MOST_DRAWS * count):
+        if len(found) >= count:
+            break
+        found.setdefault(draw())
+    return list(found)[:count]
+
+
+def _draw(count: int, generator: torch.Generator) -> int:
+    return int(torch.randint(count, (), generator=generator))
+
+
+def _draw_some(values: Sequence[int], most: int, generator: torch.Generator) -> tuple[int, ...]:
+    """From one to `most` of the values in random order."""
+    count = 1 + _draw(min(most, len(values)), generator)
+    return tuple(values[i] for i in torch.randperm(len(values), generator=generator)[:count].tolist())

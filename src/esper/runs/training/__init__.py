@@ -1,0 +1,1 @@
+"""Training: the loop of a run, its checkpoints, its best host."""

@@ -1,0 +1,411 @@
+"""The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
+
+engine --steps----> records: events.jsonl, listeners
+engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+
+from esper.cpp.build import compiler
+from esper.leyline.actions import TEMPO_TICKS
+from esper.leyline.errors import ConfigError, option
+from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
+from esper.runs import events, report
+from esper.runs.assembly.assemble import Parts, assemble, device_of
+from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
+from esper.runs.assembly.values import plain
+from esper.runs.evaluation import tables
+from esper.runs.live import LiveHosts
+from esper.runs.records import Records, about_run
+from esper.runs.report import Cost
+from esper.runs.training import best_host
+from esper.runs.training.best_host import BestHost
+from esper.runs.training.checkpoint import (
+    Checkpoint,
+    Header,
+    checkpoints,
+    load_newest,
+    require_same_shape,
+    save,
+    set_aside,
+    state_digest,
+)
+from esper.simic.compilation import is_compiled
+from esper.tasks.losses import perplexity
+from esper.telemetry.anomalies import Trend
+from esper.telemetry.hub import Hub
+from esper.telemetry.machine import memory_bytes
+from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.record.reader import open_record
+from esper.telemetry.run_directory import (
+    CHECKPOINTS,
+    SUMMARY,
+    RunDirectory,
+    continuing,
+    missing_records,
+    require_begun_round,
+    require_free,
+    require_nothing_to_lose,
+)
+from esper.telemetry.sinks import SINKS, require_installed
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.sharded import ShardedExecutor
+from esper.tolaria.runtime import host_read, reads_so_far
+from esper.tolaria.state import RolloutStats
+
+_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
+
+
+def restore(parts: Parts, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint into engine and client; raises CheckpointError if its shape differs."""
+    require_same_shape(checkpoint.header.shape, parts.shape, checkpoint.path)
+    if state := below("engine", checkpoint.state):
+        parts.engine.load_state_dict(state, parts.client)  # resets the client, which is loaded next
+    parts.client.load_state_dict(below("policy", checkpoint.state))
+
+
+@final
+class Runner:
+    """Runs all rounds and writes records, checkpoints and the summary.
+
+    Args:
+        parts: of the run. directory: receives records and checkpoints. listeners: receive steps, rounds and events.
+        start: header of the checkpoint that engine and client were restored from, None for a new run.
+        best: the best host of the rounds before, if there is one.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: RunDirectory,
+        listeners: Hub,
+        start: Header | None = None,
+        best: BestHost | None = None,
+    ) -> None:
+        self.config, self.engine, self.client = parts.config, parts.engine, parts.client
+        self.dataset, self.shape = parts.dataset, parts.shape
+        self.directory, self.listeners = directory, listeners
+        self.rounds_done = start.rounds_done if start else 0
+        self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
+        self.trend = start.trend if start else Trend()
+        self.last: RolloutStats | None = None
+        self.best = self._best_saved = best
+        self.records = Records(directory, listeners, self.engine.spec, self.config.reward, self.client.terms)
+        self._saved_at = (start.rounds_done, start.step) if start else None
+        self._stop = False
+        self.engine.timer.enabled = True
+        self.engine.listeners.append(self.records.step)
+
+    def run(self) -> dict[str, object] | None:
+        """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
+        remaining = range(self.rounds_done, self.config.rounds)
+        with stop_signals(self._request_stop):
+            if self._saved_at is None:
+                params, device = self.engine.executor.host_params, self.engine.spec.device
+                self.records.write_events([events.run_started(self.shape, fingerprint(self.config), params, device)])
+            self._mark()
+            try:
+                complete = self.engine.train(
+                    self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
+                )
+            finally:
+                self.records.flush()  # also after an exception: the last steps help to explain it
+                self.records.write_parts()  # of a round that is not complete
+            if complete:
+                return self._finish()
+            self._save()
+            return None
+
+    def _request_stop(self) -> None:
+        self._stop = True
+
+    def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
+        update = time.monotonic() - self._began - stats.cost.seconds
+        cost, self.begun = self.begun + Cost(**asdict(stats.cost), update_seconds=update), Cost()
+        self.total += cost
+        self.last, self.rounds_done = stats, stats.episode + 1
+        self.trend, is_best = self.trend.after(float(report.objective_of(stats, self.config.reward).mean()))
+        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend, self.config.reward))
+        line = report.round_line(stats, cost, metrics, self.config.reward) | {
+            "phase_milliseconds": self.engine.timer.read(),
+            "memory_bytes": memory_bytes(self.engine.spec.device),
+        }
+        self.directory.write_metrics(line | {"record": self.records.write_parts()})
+        self.listeners.write("round", line)
+        if self.dataset is not None:
+            self.best = best_host.better(self.best, self.engine, stats, self.config.reward)
+        if is_best:
+            save(self.directory.checkpoints, *self._now(0), best=True)
+        if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
+            self._save()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Start the clocks of a round, or of the rest of one."""
+        self._began, self._reads_before = time.monotonic(), reads_so_far()
+        self.records.begin()
+
+    @property
+    def _all_done(self) -> bool:
+        return self.rounds_done == self.config.rounds
+
+    def _finish(self) -> dict[str, object]:
+        """Summarize the complete run, also after a resume from its last checkpoint."""
+        if self.last is None:
+            self.last = self.engine.outcome()  # resumed at the end of the last episode
+        (test_acc,) = host_read(self.engine.test())
+        population = with_prefix("population", self.engine.executor.state_dict())
+        digest = state_digest(with_prefix("policy", self.client.state_dict()) | population)
+        device, about = self.engine.spec.device, None
+        if self.best is not None and self.dataset is not None:
+            self.best = best_host.with_test(self.config, self.dataset, device, self.best)
+            self._save_best()
+            about = self.best.about | {"perplexity": perplexity(self.config.task_spec().objective, self.best.loss)}
+        result = report.summary(self.config, device, self.last, test_acc, self.total, digest) | {
+            "best_host": about,
+            "data": data_of(self.shape),
+            "dropped_records": self.listeners.num_lost,
+            "memory_bytes": memory_bytes(device),
+        }
+        head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
+        self.records.write_events([head | result])
+        self.directory.write_summary(result)
+        return result
+
+    def _save(self) -> None:
+        """Save a checkpoint of the current state, unless there is one."""
+        inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
+        if self._saved_at == (self.rounds_done, inside):
+            return
+        self._save_best()  # first: a resume from the checkpoint finds the best host of its rounds
+        save(self.directory.checkpoints, *self._now(inside))
+        self._saved_at = (self.rounds_done, inside)
+
+    def _save_best(self) -> None:
+        """Save the best host, unless the file has it."""
+        if self.best is not None and self.best is not self._best_saved:
+            best_host.save(self.directory.checkpoints, self.best)
+            self._best_saved = self.best
+
+    def _now(self, inside: int) -> tuple[Header, StateTree]:
+        """Header and state now; `inside` is the number of steps of an unfinished episode, else 0.
+
+        Hosts are part of the state only inside an episode and at the end of the run.
+        """
+        state: StateTree = with_prefix("policy", self.client.state_dict())
+        if inside or self._all_done:
+            state |= with_prefix("engine", self.engine.state_dict())
+        begun = Cost()
+        if inside:
+            begun = replace(
+                self.begun,
+                steps=inside,
+                env_steps=inside * self.config.num_envs,
+                reads=self.begun.reads + reads_so_far() - self._reads_before,
+                seconds=self.begun.seconds + time.monotonic() - self._began,
+            )
+        header = Header(
+            rounds_done=self.rounds_done,
+            step=inside,
+            cursor=self.directory.cursor(),
+            total=self.total,
+            begun=begun,
+            shape=self.shape,
+            config=plain(self.config),
+            trend=self.trend,
+        )
+        return header, state
+
+
+@contextmanager
+def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
+
+    Signals reach the main thread alone: a run in another thread leaves them to it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    requested = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+        request_stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
+    """Train a new run in the directory `path`. Returns its summary, or None if it was stopped.
+
+    Raises:
+        RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
+    """
+    require_free(path)
+    require_installed(config.sinks)
+    with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
+        parts = _assembled(config, console)
+        with RunDirectory.create(
+            path, plain(parts.config), about_run(parts.engine.spec, parts.client.terms)
+        ) as directory:
+            return _run(parts, directory, console, asked=config.executor)
+    return None
+
+
+def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
+    """Continue the run in the directory `path`. Returns its summary, or None if it was stopped.
+
+    Args:
+        config: that of the run, with changes of what may be changed (`run_config.CHANGEABLE`).
+        path: the run directory.
+        console: receives the lines.
+
+    Raises:
+        CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.
+    """
+    require_installed(config.sinks)
+    # checks everything before it changes anything
+    with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
+        checkpoint, damaged, problems = load_newest(directory.checkpoints)
+        start = checkpoint.header if checkpoint else None
+        if checkpoint and start:
+            warn(f"{problem} Using {checkpoint.path.name} instead." for problem in problems)
+            require_same_config(start.config, config)
+            _require_something_to_do(path, checkpoint, config)
+            warn(missing_records(path, start.cursor))
+            if start.step:
+                require_begun_round(path, start.rounds_done, start.step)
+        else:
+            require_nothing_to_lose(path)
+        best = best_host.read(directory.checkpoints)
+        parts = _assembled(config, console, start.rounds_done if start else 0)
+        if checkpoint:
+            restore(parts, checkpoint)
+        directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)
+        set_aside(damaged)
+        return _run(replace(parts, config=config), directory, console, start, best, asked=config.executor)
+    return None
+
+
+def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConfig) -> None:
+    done = checkpoint.header.rounds_done
+    has_hosts = any(name.startswith("engine.") for name in checkpoint.state)  # needed for the test accuracy
+    only_summary_missing = done == config.rounds and has_hosts and not (path / SUMMARY).exists()
+    if done >= config.rounds and not only_summary_missing:
+        raise ConfigError(
+            f"{path} has completed {done} rounds and rounds is {config.rounds}; ask for more: "
+            f"{continuing(path, done + 10)}."
+        )
+
+
+def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> Parts:
+    """Print the first lines of a run, then build its parts, which may take a while."""
+    device = device_of(config)
+    sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
+    size = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
+    console.say(f"esper: {config.task}, {size}, reward {config.reward_name}, seed {config.seed}")
+    first = _first_fossil(config)
+    if first > config.episode_length:
+        console.say(
+            f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
+            f"use a larger {option('episode_length')}, or a smaller lifecycle.min_training_epochs"
+        )
+    if is_compiled(config.compile, device):
+        console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
+    return assemble(config, device, console.say, rounds_done=rounds_done)
+
+
+def _first_fossil(config: RunConfig) -> int:
+    """The earliest step with FOSSILIZE: germinate in step 1, train, blend at the fastest tempo, hold."""
+    return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
+
+
+def why_chosen(executor: str, device: torch.device) -> str:
+    """Why "auto" chose this executor."""
+    if executor == "native":
+        return " (C++ compiled for this CPU)"
+    if device.type == "cpu" and compiler() is None:
+        return " (install a C++ compiler such as g++ to run small hosts several times faster)"
+    return " (chosen by the size of activations)"
+
+
+def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
+    """What a run says about how its hosts are run; nothing for a task without networks."""
+    engine = parts.engine
+    if engine.config.executor != "auto":
+        why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
+        kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
+        workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
+        yield f"executor: {engine.config.executor}{why}{workers}"
+    if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
+        yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
+
+
+def _run(
+    parts: Parts,
+    directory: RunDirectory,
+    console: RunConsole,
+    start: Header | None = None,
+    best: BestHost | None = None,
+    *,
+    asked: str,
+) -> dict[str, Any] | None:
+    """Run the parts to the end, with everything that is printed; `asked` is the executor that the user wanted."""
+    config = parts.config
+    console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
+    if (data := data_of(parts.shape)) not in ("none", config.task):
+        console.say(f"data: {data}")
+    for line in _executor_lines(parts, asked):
+        console.say(line)
+    if start is not None:
+        console.say(f"continuing after {start.place} (of {config.rounds})")
+    done = start.rounds_done * config.episode_length + start.step if start else 0
+    hosts = LiveHosts(parts.engine.spec, parts.client.terms)
+    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
+    listeners = Hub({"progress": progress})
+    listeners.add_registered(directory.path)
+    for name in config.sinks:
+        where = SINKS[name].where.format(directory.path)
+        console.say(f"sink: {name}{f' ({where})' * bool(where)}")
+    listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
+    if progress.is_live:
+        parts.engine.listeners.append(hosts.add)  # before the records, whose lines redraw the page
+    runner = Runner(parts, directory, listeners, start, best)
+    with listeners, progress:
+        summary = runner.run()
+    warn(listeners.complaints())
+    if summary is not None:
+        console.say(tables.done(summary))
+        with open_record([directory.path]) as record:
+            warn(record.complaints)
+            for line in record.anomaly_lines():
+                console.say(f"look at {line}")
+    return summary
+
+
+def stopped(path: Path, *, task: bool = False) -> str:
+    """How a run that was stopped goes on; `task` says that only a program knows its task."""
+    if not checkpoints(path / CHECKPOINTS):
+        return "stopped before the first checkpoint; nothing was kept"
+    return f"stopped; continue with: {continuing(path, task=task)}"

@@ -1,1 +1,0 @@
-"""Attribution of accuracy to the seeds of a finished network."""

@@ -1,0 +1,293 @@
+"""Objectives: a loss with its figure of merit (see `esper.leyline.objective`).
+
+Outputs that are not finite are wrong in every metric: an example or token whose largest output is NaN or infinite is
+not correct, whatever its index, and its error, loss and points are NaN. One output of -infinity beside finite ones is
+allowed: it is the logit of a class that is ruled out.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.objective import Objective, Scores
+from esper.leyline.settings import AtLeast2, Positive, check_fields
+from esper.leyline.structure import Structure
+
+PADDING = -1
+"""Target of an example or token that does not count."""
+_LARGEST_EXPONENT = 700.0
+PerExample = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [B, ...], targets [B, ...]) -> one number per example [B]."""
+
+
+@final
+@dataclass(frozen=True)
+class Classification:
+    """Cross-entropy of one class per example; the figure of merit is accuracy in percent.
+
+    Examples of the class `PADDING` do not count.
+    """
+
+    num_classes: AtLeast2
+    unit: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective")
+
+    @property
+    def blind_loss(self) -> float:
+        """ln(number of classes): all classes equally likely."""
+        return math.log(self.num_classes)
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Logits [R, classes] and classes [R]."""
+        losses = F.cross_entropy(outputs.float(), targets, ignore_index=PADDING, reduction="none")
+        return Scores(losses, self.score(outputs, targets), (targets != PADDING).float())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """1 where the largest logit is that of the class and finite, else 0."""
+        largest = outputs.max(dim=-1)
+        return ((largest.indices == targets) & largest.values.isfinite()).float()
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Percent of the examples."""
+        return 100.0 * score / weight  # in this order, all correct gives exactly 100
+
+
+@final
+@dataclass(frozen=True)
+class NextToken:
+    """Cross-entropy of the next token; the figure of merit is token accuracy in percent. exp(loss) is the perplexity.
+
+    Targets of `PADDING` count neither in the loss nor in the accuracy.
+    """
+
+    vocabulary: AtLeast2
+    unit: ClassVar[str] = "token accuracy"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective")
+
+    @property
+    def blind_loss(self) -> float:
+        """ln(vocabulary): all tokens equally likely."""
+        return math.log(self.vocabulary)
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Logits [R, T, vocabulary] and tokens [R, T], integers of any size."""
+        targets = targets.long()
+        logits, weight = outputs.float(), (targets != PADDING).sum(dim=1).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
+        return Scores(losses.view(targets.shape).sum(dim=1), self.score(outputs, targets), weight)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """How many tokens of a row have the largest logit, if it is finite."""
+        largest = outputs.max(dim=-1)
+        hits = (largest.indices == targets) & largest.values.isfinite() & (targets != PADDING)
+        return hits.sum(dim=1).float()
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Percent of the tokens."""
+        return 100.0 * score / weight
+
+
+@final
+@dataclass(frozen=True)
+class MeanSquaredError:
+    """Squared error, averaged over the outputs of an example; the figure of merit is R² in percent.
+
+    R² is that of `sklearn.metrics.r2_score` on the split that `of_split` was given: for each output 1 - squared error /
+    variance of its targets in the split, averaged over the outputs. An output whose targets are all equal counts 1 for
+    each example that is met exactly, and 0 for the others.
+
+    Attributes:
+        variance: of the training targets, averaged over the outputs: the loss of guessing their mean.
+        factors: of the squared error of each output, and of whether it is above 0, [outputs]; None before `of_split`,
+            where the error is divided by `variance`.
+    """
+
+    variance: Positive
+    factors: tuple[Tensor, Tensor] | None = field(default=None, compare=False, repr=False)
+    unit: ClassVar[str] = "R2"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective")
+
+    @property
+    def blind_loss(self) -> float:
+        """The variance."""
+        return self.variance
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...]; raises ValueError unless their shapes are equal."""
+        if outputs.shape != targets.shape:  # subtraction would broadcast them
+            raise ValueError("outputs and targets differ in shape")
+        errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1)
+        losses, errors = errors.mean(dim=1), errors.detach()
+        if self.factors is None:
+            relative = losses.detach() / self.variance
+        else:
+            of_error, of_miss = self.factors
+            relative = (errors * of_error + (errors > 0.0) * of_miss).sum(dim=1)
+        return Scores(losses, relative, torch.ones_like(relative))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """100 (1 - error / variance): 100 is perfect, 0 is the mean of the targets, worse is negative."""
+        return 100.0 * (1.0 - score / weight)
+
+    def of_split(self, targets: Tensor) -> "MeanSquaredError":
+        """The same with R² of a split with the targets [n, ...]; no device read."""
+        y = targets.reshape(len(targets), -1).double()
+        constant = (y == y[0]).all(dim=0)
+        of_error = (y.var(dim=0, correction=0) * y.shape[1]).reciprocal().masked_fill(constant, 0.0)
+        return replace(self, factors=(of_error.float(), constant.float() / y.shape[1]))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Custom:
+    """A loss of the user's, and a figure of merit in points.
+
+    Attributes:
+        loss: of each example. blind_loss: its mean for guessing, above 0.
+        metric: points of each example; None for 100 (1 - loss / blind_loss).
+        unit: name of the figure of merit.
+    """
+
+    loss: PerExample
+    blind_loss: float
+    metric: PerExample | None = None
+    unit: str = "loss reduction"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.blind_loss < math.inf:
+            raise ConfigError(
+                f"the blind loss is {self.blind_loss}; it must be finite and above 0: give blind_loss, or add a "
+                "constant to the loss."
+            )
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...] as the functions take them; raises ConfigError unless they give [R]."""
+        losses = per_example("loss", self.loss, outputs, targets)
+        if self.metric is None:
+            points = 100.0 * (1.0 - losses.detach() / self.blind_loss)
+        else:
+            points = per_example("metric", self.metric, outputs.detach(), targets)
+        return Scores(losses, points, torch.ones_like(points))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Mean of the examples."""
+        return score / weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WithMetric:
+    """The loss of another objective, with points of each example by a function of the user's."""
+
+    objective: Objective
+    metric: PerExample
+    unit: str
+
+    @property
+    def blind_loss(self) -> float:
+        """That of the other objective."""
+        return self.objective.blind_loss
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...]; raises ConfigError unless the metric gives [R]."""
+        scores = self.objective.scores(outputs, targets)
+        points = per_example("metric", self.metric, outputs.detach(), targets)
+        return scores._replace(score=points * scores.weight)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Mean of the examples, or of the tokens."""
+        return score / weight
+
+
+@final
+@dataclass(frozen=True)
+class OfStructures:
+    """A loss or metric of the user's that takes several tensors as outputs or targets, which come packed.
+
+    `outputs`, `targets`: their structures, None for one tensor.
+    """
+
+    function: Callable[[Any, Any], Tensor]
+    outputs: Structure | None
+    targets: Structure | None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One number per example [B]."""
+        pairs = ((self.outputs, outputs), (self.targets, targets))
+        return self.function(*(x if structure is None else structure.unpack(x) for structure, x in pairs))
+
+
+def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
+    """What a loss or metric gives, float32 [R], NaN where the outputs are not finite.
+
+    Raises:
+        ConfigError: it is not one number per example, or the function edits what it gets.
+    """
+    versions = outputs._version, targets._version
+    try:
+        found = function(outputs, targets)
+    except Exception as error:  # any error of the user's code
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {said}") from error
+    if (outputs._version, targets._version) != versions:
+        raise ConfigError(
+            f"the {name} edits its {'targets' if outputs._version == versions[0] else 'outputs'} in place, which are "
+            "needed after it; let it work on a copy, e.g. outputs - targets instead of outputs.sub_(targets)."
+        )
+    if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
+        kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+        raise ConfigError(
+            f"the {name} gives a result of {kind} for {_words(function, outputs, targets)}; expected one number per "
+            f"example, {tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
+            "(reduction='none')."
+        )
+    if found.dtype is torch.bool:
+        if name == "loss":
+            raise ConfigError("the loss gives bool; expected a loss that is a number with a gradient.")
+        found = 100.0 * found  # right or wrong
+    return found.float().masked_fill(~outputs.reshape(len(outputs), -1).amax(dim=1).isfinite(), torch.nan)
+
+
+def of_split(objective: Objective, targets: Tensor) -> Objective:
+    """The objective with the figure of merit of a split that has the targets [n, ...]; only R² depends on them."""
+    return objective.of_split(targets) if isinstance(objective, MeanSquaredError) else objective
+
+
+def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:
+    """What a loss or metric is called with."""
+    of = (function.outputs, function.targets) if isinstance(function, OfStructures) else (None, None)
+    return (
+        f"outputs {of[0] or tuple(outputs.shape)} and targets {of[1] or f'{tuple(targets.shape)} of {targets.dtype}'}"
+    )
+
+
+def perplexity(objective: Objective, loss: float) -> float | None:
+    """exp(loss) where the loss is the mean cross-entropy of a token in nats, padding left out; None elsewhere."""
+    losses = objective.objective if isinstance(objective, WithMetric) else objective
+    if not isinstance(losses, NextToken):
+        return None
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)

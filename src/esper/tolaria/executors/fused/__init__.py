@@ -1,1 +1,0 @@
-"""All hosts in one forward and one backward pass of stacked modules."""

@@ -1,1 +1,0 @@
-"""Hosts split over several processes."""

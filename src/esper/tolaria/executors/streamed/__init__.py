@@ -1,1 +1,0 @@
-"""Hosts one after another: the reference."""

@@ -47,9 +47,9 @@ def write_run(path: Path, *, hosts: int = 3, steps: int = 8, rounds: int = 2, fi
     return path
 
 
-def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8, parts: bool = True) -> None:
-    """What a training writes at the end of a round; the parts of the record may come later."""
-    digests = add_parts(path, number, hosts, steps) if parts else {}
+def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8) -> None:
+    """What a training writes at the end of a round."""
+    digests = _add_parts(path, number, hosts, steps)
     results = {"objective": 10.0 * number, "committed_accuracy": 50.0, "growth_ratio": 1.5, "live_accuracy": 51.0}
     with (path / "events.jsonl").open("a") as file:
         for host in range(hosts):
@@ -65,7 +65,7 @@ def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8, parts:
         file.write(json.dumps(line) + "\n")
 
 
-def add_parts(path: Path, number: int, hosts: int, steps: int) -> dict[str, str]:
+def _add_parts(path: Path, number: int, hosts: int, steps: int) -> dict[str, str]:
     t, host = (grid.ravel() for grid in np.meshgrid(np.arange(1, steps + 1), np.arange(hosts)))
     place = {"round": np.full_like(t, number), "t": t, "host": host}
     middle = steps // 2

@@ -1,4 +1,4 @@
-"""What steps leave behind, told one by one or several together."""
+"""What steps leave behind, written one by one or several together."""
 
 import json
 import signal
@@ -59,7 +59,7 @@ class Bench:
             self.now += seconds
             self.records.step(step(t=t, **changes))
 
-    def told(self) -> list[tuple[str, int]]:
+    def received(self) -> list[tuple[str, int]]:
         return [(kind, fields["t"]) for kind, fields in self.notebook.taken]
 
 
@@ -67,9 +67,9 @@ class Bench:
 def test_steps_are_recorded_when_there_are_enough_of_them(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(*range(1, MOST_STEPS))
-    assert bench.told() == []
+    assert bench.received() == []
     bench.steps(MOST_STEPS)
-    assert bench.told() == [("step", t) for t in range(1, MOST_STEPS + 1)]
+    assert bench.received() == [("step", t) for t in range(1, MOST_STEPS + 1)]
     bench.directory.close()
 
 
@@ -78,9 +78,9 @@ def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(1)
     bench.steps(2, seconds=LONGEST / 2)
-    assert bench.told() == []
+    assert bench.received() == []
     bench.steps(3, seconds=LONGEST / 2)
-    assert bench.told() == [("step", 1), ("step", 2), ("step", 3)]
+    assert bench.received() == [("step", 1), ("step", 2), ("step", 3)]
     bench.directory.close()
 
 
@@ -110,37 +110,37 @@ def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("nobody_registered")
-def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
+def test_listeners_receive_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(1)
     bench.steps(2, op_moves=GERMINATED)
     bench.steps(3)
     bench.records.write_events([{"kind": "alarm", "t": 3}])
-    told = [("step", 1), ("stage_changed", 2), ("step", 2), ("step", 3), ("alarm", 3)]
-    assert bench.told() == told
+    expected = [("step", 1), ("stage_changed", 2), ("step", 2), ("step", 3), ("alarm", 3)]
+    assert bench.received() == expected
     bench.directory.close()
     path = tmp_path / "run"
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-    assert [(event["kind"], event["t"]) for event in events] == [found for found in told if found[0] != "step"]
+    assert [(event["kind"], event["t"]) for event in events] == [found for found in expected if found[0] != "step"]
 
 
 @pytest.mark.usefixtures("nobody_registered")
-def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
+def test_steps_of_two_rounds_are_not_written_together(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(7, 8)
     bench.steps(1, episode=1)
-    assert bench.told() == [("step", 7), ("step", 8)]
+    assert bench.received() == [("step", 7), ("step", 8)]
     bench.records.flush()
     _, fields = bench.notebook.taken[-1]
     assert (fields["round"], fields["env_steps"], fields["ops"]["WAIT"]) == (2, 2, 1)
     bench.records.flush()
-    assert len(bench.notebook.taken) == 3  # nothing is told twice
+    assert len(bench.notebook.taken) == 3  # nothing is written twice
     bench.directory.close()
 
 
 @pytest.mark.usefixtures("nobody_registered")
 @pytest.mark.parametrize("kind", ["null", "tiny"])
-def test_a_run_records_the_same_whether_its_steps_are_told_together_or_alone(tmp_path: Path, kind: str) -> None:
+def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(tmp_path: Path, kind: str) -> None:
     assert small_runs.train(tmp_path / "together", kind, 2) == 0
     register_listener("active")(lambda path: Notebook())
     assert small_runs.train(tmp_path / "alone", kind, 2) == 0

@@ -36,7 +36,9 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole):
     names = {path.name for path in whole["null"].iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record"}
+    assert names == {
+        *("about.json", "config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record")
+    }
     assert [path.stem for path in checkpoints(whole["null"] / "checkpoints")] == [
         "round-00003",
         "round-00002",
@@ -161,7 +163,8 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
     path = tmp_path / "run"
     path.mkdir()
-    shutil.copy(whole["null"] / "config.toml", path)
+    for name in ("about.json", "config.toml"):
+        shutil.copy(whole["null"] / name, path)
     (path / "events.jsonl").write_text('{"kind": "half a li')
     (path / "checkpoints" / ".draft-round-00001").mkdir(parents=True)
     assert resume(path) == 0

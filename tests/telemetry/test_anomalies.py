@@ -116,7 +116,7 @@ def test_a_policy_that_only_waits_is_found(written: Written) -> None:
     assert value == pytest.approx(0.98)
 
 
-def test_waiting_where_nothing_else_is_legal_is_no_drift(written: Written) -> None:
+def test_waiting_where_nothing_else_is_legal_is_not_an_anomaly(written: Written) -> None:
     written.p_wait[10:] = [1.0] * 10
     assert written.found() == []
 
@@ -182,7 +182,7 @@ def test_every_alarm_has_a_rule() -> None:
     )
 
 
-def test_a_kind_is_told_in_a_line() -> None:
+def test_a_kind_is_described_in_a_line() -> None:
     row = {"kind": "approx_kl", "first": 3, "last": 9, "n": 2, "value": 0.25, "message": "Far.", "advice": "Less."}
     assert in_words(row) == "approx_kl (rounds 3 to 9, 2 times; 0.25): Far. Less."
     assert in_words(row | {"last": 3, "n": 1}) == "approx_kl (round 3; 0.25): Far. Less."

@@ -187,8 +187,8 @@ def test_questions_can_have_parameters(record: Record) -> None:
 
 
 def test_several_runs_are_told_apart_by_name(run: Path, copy: Path, tmp_path: Path) -> None:
-    twin = Path(shutil.copytree(run, tmp_path / "other" / "whole"))
-    with open_record([run, copy, twin]) as record:
+    same_name = Path(shutil.copytree(run, tmp_path / "other" / "whole"))
+    with open_record([run, copy, same_name]) as record:
         names = [row["run"] for row in record.query("SELECT run FROM runs")]
         counts = record.query("SELECT run, count(*) AS n FROM steps GROUP BY run")
     assert names == [f"{run.parent.name}/whole", "copy", "other/whole"]

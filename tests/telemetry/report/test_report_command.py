@@ -95,7 +95,7 @@ def test_what_the_controller_looks_at_can_be_left_out(run, tmp_path):
         (["{run}", "--out", "{tmp}"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_way_out(run, tmp_path, capsys, arguments, words, monkeypatch):
+def test_what_cannot_be_done_is_refused_with_what_to_do(run, tmp_path, capsys, arguments, words, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", *(text.format(run=run, tmp=tmp_path) for text in arguments)]) == 2
     assert words in capsys.readouterr().err

@@ -11,7 +11,7 @@ from esper.telemetry.record.reader import Record
 from esper.telemetry.serve.overview import POINTS, Overview, thinned
 from esper.telemetry.serve.payloads import LIVE
 from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of
-from served_runs import add_parts, add_round, write_run
+from served_runs import add_round, write_run
 
 
 @pytest.fixture
@@ -104,14 +104,13 @@ def test_the_version_changes_with_each_round_part_and_summary(folder):
     run, seen = folder / "b", set()
     for change in (
         lambda: None,
-        lambda: add_round(run, 2, parts=False),
-        lambda: add_parts(run, 2, 3, 8),
+        lambda: add_round(run, 2),
         lambda: (run / "evaluation.json").write_text("{}"),
         lambda: (run / "summary.json").write_text("{}"),
     ):
         change()
         seen.add(version_of(run))
-    assert len(seen) == 5
+    assert len(seen) == 4
 
 
 def test_a_record_is_read_again_only_when_its_files_have_changed(folder, runs):
@@ -131,10 +130,9 @@ def test_few_records_stay_open(folder, runs):
 
 
 def test_a_round_is_the_newest_whose_steps_are_there(folder, runs):
-    add_round(folder / "b", 2, parts=False)  # its parts are written some seconds later
     found = answer(runs, "round", "b")
     assert (found["round"], found["first"], found["newest"], found["total"]) == (1, 1, 1, 3)
-    add_parts(folder / "b", 2, 3, 8)
+    add_round(folder / "b", 2)
     found = answer(runs, "round", "b")
     assert found["round"] == 2
     host = found["hosts"][1]

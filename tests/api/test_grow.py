@@ -73,6 +73,12 @@ def test_the_timeline_tells_the_life_of_each_seed(grown):
     assert repr(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
 
 
+def test_what_a_slot_does_after_its_seed_was_pruned_is_not_told(task):
+    events = {row.event for row in grow(task, "random", seed=1, steps=20).timeline}
+    assert "pruned" in events
+    assert events <= {"germinated", "training", "blending", "holding", "fossilized", "refused", "pruned", "end"}
+
+
 def test_points_of_the_timeline_are_those_of_the_network_with_its_seeds(task):
     # fossilized in the last step at full weight, the seed was measured with the network that is kept
     short = grow(task, keep(slot=1, blueprint=CONV_LIGHT), seed=4, steps=6)

@@ -90,3 +90,11 @@ def test_a_finished_run_says_what_looks_wrong(run: Path, tmp_path: Path, capsys:
     del run
     assert train(tmp_path / "again", "null", 1) == 0
     assert "look at rollbacks (round 1; 0.333): More than a quarter" in capsys.readouterr().out
+
+
+def test_the_speed_of_a_round_counts_its_update_too(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = esper.load(run).query("SELECT env_steps_per_s FROM rounds ORDER BY round")
+    assert [row["env_steps_per_s"] for row in found] == pytest.approx(
+        [line["env_steps"] / (line["seconds"] + line["update_seconds"]) for line in lines]
+    )

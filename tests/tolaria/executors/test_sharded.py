@@ -146,7 +146,7 @@ def test_the_config_names_the_workers_that_were_taken(shared):
     alone = engine(8, num_envs=1)
     assert alone.config.workers == 1
     assert not isinstance(alone.executor, ShardedExecutor)
-    with pytest.raises(ConfigError, match="workers is 0; use 1"):
+    with pytest.raises(ConfigError, match="workers is 0; it must be at least 1"):
         engine(0)
 
 

@@ -91,8 +91,9 @@ class FlatLayout:
         """
         if not self.tensors:
             return ()
-        lead, parts = flat.shape[:-1], flat.split_with_sizes(self.sizes, dim=-1)
-        return tuple(parts[s.part] if len(s.shape) == 1 else parts[s.part].view(lead + s.shape) for s in self.tensors)
+        parts, lead = flat.split_with_sizes(self.sizes, dim=-1), flat.shape[:-1]
+        shaped = [(parts[s.part], s.shape) for s in self.tensors]
+        return tuple([x if len(shape) == 1 else x.view((*lead, *shape) if lead else shape) for x, shape in shaped])
 
     def unpack(self, flat: Float[Tensor, "*R P"]) -> dict[str, Tensor]:
         """Views [*rows, *shape] into rows [*rows, P], by name."""

@@ -5,7 +5,6 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
-import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from esper.leyline.errors import ConfigError, EsperError
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import flat, merge, parse, plain, read_toml
+from esper.telemetry.run_directory import RunDirectory
 
 
 def refusal(told: dict[str, Any]) -> str:
@@ -31,10 +31,9 @@ def test_a_configuration_is_frozen():
 @pytest.mark.parametrize("preset", ["quickstart", "small", "paper"])
 def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path, task, preset):
     config = resolve({"task": task, "preset": preset})
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps(plain(config)))
-    assert config_of_run(file.parent) == config
-    assert resolve({}, file) == config
+    with RunDirectory.create(tmp_path / "run", plain(config)) as run:
+        assert config_of_run(run.path) == config
+        assert resolve({}, run.path / "config.toml") == config
 
 
 @pytest.mark.parametrize(

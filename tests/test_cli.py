@@ -159,7 +159,7 @@ REFUSED = [
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
-    ("train --task fashion_mnist --data-dir data", "truncated"),
+    ("train --task fashion_mnist --data-dir data", "expected an idx file"),
     ("train --resume nowhere", "it does not exist"),
     ("train --resume folder", "it has no config.toml"),
     ("train --resume ten.toml", "it is not a folder"),

@@ -112,12 +112,17 @@ streamed_once = cache(streamed)
 def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
     """Train and measure what `grow` grows as `wrap` says, and compare all with the streamed executor."""
     case = Case(grow, num_envs, epochs, tuple(settings.items()))
-    compare_case(wrap, case, streamed(case))
+    bench = case.bench()  # before training changes a host that both are made of
+    compare_bench(wrap, bench, streamed(case), epochs)
 
 
-def compare_case(wrap, case: Case, want: Streamed):
-    """As `compare`, with a streamed result that is known."""
-    bench = case.bench()
+def compare_case(wrap, case: Case):
+    """The same for a case of the table, which is streamed once for all executors."""
+    compare_bench(wrap, case.bench(), streamed_once(case), case.epochs)
+
+
+def compare_bench(wrap, bench: Bench, want: Streamed, epochs: int):
+    """Train and measure a bench as `wrap` says; `want` is the same streamed."""
     assert same_tree(bench.population.state_dict(), want.start), "they start with other weights"
     executor = wrap(bench.executor.data)
     for t, expected in enumerate(want.passes, start=1):
@@ -126,7 +131,7 @@ def compare_case(wrap, case: Case, want: Streamed):
         torch.testing.assert_close(bench.population.state_dict()[name], value, atol=2e-5, rtol=1e-3, msg=name)
     valid = want.found.valid
     executor.apply_structure(bench.structure(want.found))
-    outputs = executor.evaluate(case.epochs, bench.slots, want.found)
+    outputs = executor.evaluate(epochs, bench.slots, want.found)
     torch.testing.assert_close(outputs.accuracy[valid], want.measured.accuracy[valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(outputs.loss, want.measured.loss, atol=1e-4, rtol=1e-4)
     committed = executor.committed("test", bench.slots)

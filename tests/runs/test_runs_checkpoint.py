@@ -117,7 +117,6 @@ def flipped(content: bytes, place: int) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 99}, "has format 99, but this version reads format"),
         ({"unknown": 1}, "cannot be read"),
         ({"total": {"env_steps": 1, "unknown": 2}}, "cannot be read"),
         ({"total": None}, "cannot be read"),

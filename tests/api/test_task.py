@@ -302,7 +302,7 @@ WRONG = [
     ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
     ({"classes": ["a", "b"]}, "mynet: the class names are ['a', 'b'], expected 3 different texts, in order"),
     ({"classes": ["a", "b", "b"]}, "expected 3 different texts"),
-    ({"classes": ["a", "b"], "loss": lambda out, y: out.exp().sum(dim=1)}, "its targets are no classes; leave them"),
+    ({"classes": ["a", "b"], "loss": lambda out, y: out.exp().sum(dim=1)}, "its targets are not classes; leave them"),
     ({"name": "my net"}, "the name of the task is 'my net'; use letters"),
 ]
 

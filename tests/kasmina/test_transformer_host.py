@@ -320,7 +320,7 @@ def test_embeddings_with_options_that_their_stacked_form_lacks_are_not_stacked(o
         ({"segments": 0}, "host.segments is 0"),
         ({"segments": 3}, "host.segments is 3; it must divide host.layers, which is 4"),
         ({"context": 0}, "host.context is 0"),
-        ({"dropout": 1.0}, "host.dropout is 1.0; it must be at least 0 and below 1"),
+        ({"dropout": 1.0}, "host.dropout is 1.0; it must be below 1"),
         ({"dropout": -0.1}, "host.dropout is -0.1"),
         ({"dropout": math.nan}, "host.dropout is nan"),
     ],

@@ -315,3 +315,16 @@ def test_the_test_split_is_closed_until_the_last_step():
     engine.reset(client, 1)
     with pytest.raises(ConfigError, match="after step 0 of 3"):
         engine.test()
+
+
+def test_an_episode_that_was_ended_early_has_a_test_result_and_no_further_step():
+    engine = null_engine(episode_length=3)
+    client = ToyClient(engine.spec)
+    engine.reset(client, 0)
+    engine.step(client)
+    engine.end_episode()
+    assert engine.test().shape == (1,)
+    with pytest.raises(AssertionError, match="the episode is over"):
+        engine.step(client)
+    engine.reset(client, 1)
+    assert not engine.is_over

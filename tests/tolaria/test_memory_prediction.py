@@ -19,8 +19,6 @@ SCRIPT = """
 import json, sys, torch
 from grown_hosts import CPU, IMAGES, TEXT, SharedHosts, shortened, task_of
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.memory_prediction import predict
-from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.memory import predict
 
 kind, hosts = sys.argv[1], int(sys.argv[2])

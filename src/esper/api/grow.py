@@ -352,6 +352,7 @@ def _grown(
         engine.reset(client, episode=0)
         stats = engine.rollout(client, should_stop=lambda: bool(requests))
         if stats is None:
+            engine.end_episode()
             stats = engine.outcome()
             out.say(f"stopped after step {engine.t} of {config.episode_length}; what grew until then is kept")
     # a finite loss, then the most points; of equal ones the smallest network

@@ -78,6 +78,7 @@ class VectorizedEngine:
         self.timer = PhaseTimer(spec.device, enabled=False)
         self.episode = -1
         self.t = 0
+        self._ended = False
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
@@ -99,7 +100,7 @@ class VectorizedEngine:
     def reset(self, client: ClientProtocol, episode: int) -> None:
         """Begin episode number `episode` with N fresh hosts, in the engine and in the client."""
         spec = self.spec
-        self.episode, self.t, self._pending = episode, 0, None
+        self.episode, self.t, self._ended, self._pending = episode, 0, False, None
         self.warm_up(len(client.terms))
         self.executor.reset(episode)
         self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
@@ -186,7 +187,7 @@ class VectorizedEngine:
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
         self.apply_structure()
-        assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
+        assert not self.is_over, "the episode is over; reset() begins the next one"
         self.t += 1
         t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
         now = self._clock[t]
@@ -230,8 +231,17 @@ class VectorizedEngine:
             for listen in self.listeners:
                 listen(report)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the episode has no further step."""
+        return self._ended or self.t == self.spec.episode_length
+
+    def end_episode(self) -> None:
+        """End the episode after the steps that it has had; the test split may be read then."""
+        self._ended = True
+
     def outcome(self) -> RolloutStats:
-        """The statistics of a finished episode that a checkpoint restored."""
+        """The statistics of an episode that was ended early, or that a checkpoint restored."""
         cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
         final = self.kept_network()
         return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
@@ -260,7 +270,7 @@ class VectorizedEngine:
         Raises:
             ConfigError: the episode is not over; the test split must not influence it.
         """
-        if self.t < self.spec.episode_length:
+        if not self.is_over:
             raise ConfigError(
                 f"the test split was asked for after step {self.t} of {self.spec.episode_length}; it may be read after "
                 "the last step of an episode only. Use the validation split before."

@@ -43,15 +43,15 @@ def runtime(name):
 @pytest.mark.parametrize(
     ("tests", "some"),
     [
-        (["machine", "networks", "optimizer", "rules"], ""),
-        (["executor"], "different or moments or frozen or last_batch"),
+        (["native_machine", "native_networks", "native_optimizer", "native_rules"], ""),
+        (["native_executor", "against_streamed"], "neighbours or (native and train)"),
     ],
 )
 def test_layers_and_whole_hosts_stay_within_their_memory_and_do_nothing_undefined(tests, some):
     preloaded = [runtime("libasan.so"), runtime("libstdc++.so")]  # the second, or exceptions of PyTorch end the process
     if not Path(preloaded[0]).is_absolute():
         pytest.skip("g++ has no address sanitizer here")
-    files = [f"tests/tolaria/executors/test_native_{name}.py" for name in tests]
+    files = [f"tests/tolaria/executors/test_{name}.py" for name in tests]
     sanitized = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", some, *files],

@@ -94,7 +94,8 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
     text, draft = json.dumps(about), draft_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, draft, {"about": text, "sha256": _digest(text, tensors)})
+        written = {"about": json.dumps([_digest(text, tensors), text])}  # one key: safetensors orders several at random
+        save_file(tensors, draft, written)
         sync(draft)
         draft.rename(path)
         sync(path.parent)
@@ -112,9 +113,9 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
-        text = metadata["about"]
+        digest, text = json.loads(metadata["about"])
         about = json.loads(text)
-        if _digest(text, state) != metadata["sha256"]:
+        if _digest(text, state) != digest:
             raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import small_runs
 from esper.kasmina.blueprints import blueprint_by_name
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.structure import flatten
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import Head, LifecycleOp, SeedStage
 from esper.runs.assembly.assemble import engine_of, learner_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.agent.ppo import evaluate_minibatch

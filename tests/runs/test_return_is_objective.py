@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 from esper.runs.assembly.assemble import engine_of, learner_of
 from esper.runs.assembly.presets import resolve

@@ -19,9 +19,9 @@ from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
+from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.stages import COOLDOWN, SeedStage
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
 from esper.runs.assembly.presets import absolute_plugins, resolve

@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS, head_sizes
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily, head_sizes
 from esper.leyline.tensor_dataclass import StateTree as StateTree
 from esper.leyline.tensor_dataclass import tensor_dataclass
 

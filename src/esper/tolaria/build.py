@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec

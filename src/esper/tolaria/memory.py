@@ -23,7 +23,7 @@ from torch import Tensor
 from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec

@@ -21,7 +21,7 @@ from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.guards import legal_ops
 from esper.kasmina.rules.lifecycle import remember, rollback
 from esper.kasmina.rules.slot_fields import ingest
-from esper.leyline.actions import Head
+from esper.leyline.lifecycle import Head
 from esper.leyline.messages import (
     ActResult,
     ClientProtocol,

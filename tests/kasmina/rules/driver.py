@@ -22,7 +22,7 @@ from esper.kasmina.rules.lifecycle import (
     tick,
 )
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.messages import HostState, Measurements, SlotState
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 

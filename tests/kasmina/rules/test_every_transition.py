@@ -9,7 +9,7 @@ from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import legal_ops
 from esper.kasmina.rules.lifecycle import apply_ops, memory_of, rollback, tick
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 
 Op = LifecycleOp

@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from esper.leyline.lifecycle import AlphaMode, SeedStage
 from esper.leyline.messages import GateReadings, SlotState
 from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
-from esper.leyline.stages import AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 

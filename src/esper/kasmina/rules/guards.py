@@ -17,18 +17,20 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import STYLE_ALGORITHM, Head, LifecycleOp
-from esper.leyline.messages import SlotState
-from esper.leyline.stages import (
+from esper.leyline.lifecycle import (
     COOLDOWN,
     GROWING,
     HAS_MODULE,
     NUM_STAGE_VALUES,
+    STYLE_ALGORITHM,
     Algorithm,
     AlphaMode,
+    Head,
+    LifecycleOp,
     SeedStage,
     stages_mask,
 )
+from esper.leyline.messages import SlotState
 
 _S, _M = SeedStage, AlphaMode
 _ANY_MODE = frozenset(AlphaMode)

@@ -21,21 +21,27 @@ from esper.kasmina.rules import gates
 from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
 from esper.kasmina.rules.slot_fields import release, select, vacate
-from esper.leyline.actions import (
+from esper.leyline.lifecycle import (
     ALPHA_CURVE_STEEPNESS,
     ALPHA_CURVES,
     ALPHA_SPEED_TICKS,
     ALPHA_TARGETS,
     FIRST_RAMP_STEEPNESS,
+    GROWING,
     NUM_OPS,
+    NUM_STAGE_VALUES,
     STYLE_ALGORITHM,
     STYLE_CURVE,
     TEMPO_TICKS,
+    Algorithm,
+    AlphaCurve,
+    AlphaMode,
+    Cause,
     Head,
     LifecycleOp,
+    SeedStage,
 )
 from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
-from esper.leyline.stages import GROWING, NUM_STAGE_VALUES, Algorithm, AlphaCurve, AlphaMode, Cause, SeedStage
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
 
 _MIN_STEEPNESS = 0.1

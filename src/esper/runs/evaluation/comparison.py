@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
+from esper.leyline.lifecycle import LifecycleOp
 from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain

@@ -35,9 +35,9 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.manifest import GrowthManifest, manifests, planting_of
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Algorithm, SeedStage
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig

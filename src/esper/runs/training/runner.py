@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 
 from esper.cpp.build import compiler
-from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, option
+from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of

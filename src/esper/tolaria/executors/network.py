@@ -20,9 +20,9 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SlotState
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import StateTree, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 

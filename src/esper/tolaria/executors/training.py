@@ -21,7 +21,7 @@ from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.layout import FlatLayout, Template
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
 from esper.kasmina.parameters.population import Population, TrainingCopy
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors.protocol import Structure

@@ -185,6 +185,15 @@ class Transitions:
 
 
 @tensor_dataclass
+class SeedCosts:
+    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
+
+    seed_params: Int[Tensor, "S P"]
+    gate_params: Int[Tensor, " S"]
+    selectable: Bool[Tensor, " P"]
+
+
+@tensor_dataclass
 class GateReadings:
     """Result of the gate that each slot asked: `gate` 1, 2, 3 or 5, or 0 for none."""
 

@@ -29,6 +29,7 @@ from esper.leyline.messages import (
     Observation,
     RewardInputs,
     RewardOutput,
+    SeedCosts,
     StoredStep,
 )
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
@@ -127,7 +128,7 @@ def execute(
     actions: Int[Tensor, "N 8"],
     t: Int[Tensor, ""],
     *,
-    costs: lifecycle.SeedCosts,
+    costs: SeedCosts,
     config: EngineConfig,
 ) -> ExecuteOutput:
     """Ops, tick and feedback; hosts that are not healthy execute nothing, but their clocks advance too."""

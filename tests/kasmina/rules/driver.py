@@ -12,7 +12,6 @@ from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import legal_ops
 from esper.kasmina.rules.lifecycle import (
     OpEffects,
-    SeedCosts,
     TickEffects,
     apply_ops,
     feedback,
@@ -23,7 +22,7 @@ from esper.kasmina.rules.lifecycle import (
 )
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
-from esper.leyline.messages import HostState, Measurements, SlotState
+from esper.leyline.messages import HostState, Measurements, SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ from esper.leyline.lifecycle import (
     LifecycleOp,
     SeedStage,
 )
-from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
+from esper.leyline.messages import GateReadings, HostState, SeedCosts, SlotState, Transitions
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
 
 _MIN_STEEPNESS = 0.1
@@ -165,15 +165,6 @@ _AFTER_TICK: dict[int, int] = {
     _S.RESETTING: _S.DORMANT,
 }
 """The next stage of a slot that the tick moves, unless its seed is removed."""
-
-
-@tensor_dataclass
-class SeedCosts:
-    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
-
-    seed_params: Int[Tensor, "S P"]
-    gate_params: Int[Tensor, " S"]
-    selectable: Bool[Tensor, " P"]
 
 
 @tensor_dataclass

@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.messages import SlotState
+from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import StateTree, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 

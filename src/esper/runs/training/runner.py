@@ -57,7 +57,7 @@ from esper.telemetry.run_directory import (
     require_nothing_to_lose,
 )
 from esper.telemetry.sinks import SINKS, Hub, require_installed
-from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
@@ -352,10 +352,10 @@ def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
     engine = parts.engine
     if engine.config.executor != "auto":
         why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
+        kind = "processes" if isinstance(engine.executor, ShardedExecutor) else "threads"
         workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
         yield f"executor: {engine.config.executor}{why}{workers}"
-    if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
+    if isinstance(engine.executor, NetworkExecutor | ShardedExecutor) and engine.executor.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
         yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
 

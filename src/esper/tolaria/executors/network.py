@@ -282,6 +282,10 @@ class NetworkExecutor(ABC):
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
 
+    def working_bytes(self) -> int:
+        """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""
+        return 0
+
     @final
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""

@@ -22,7 +22,8 @@ from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, St
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
+from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
 from esper.runs.assembly.presets import absolute_plugins, resolve
 from esper.runs.assembly.run_config import RunConfig

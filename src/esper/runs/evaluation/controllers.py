@@ -27,7 +27,7 @@ from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, ne
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below
-from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
+from esper.runs.assembly.clients import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation.tables import words

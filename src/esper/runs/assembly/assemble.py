@@ -19,10 +19,10 @@ from esper.tamiyo.baselines import STATIC
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
-from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.memory import available_bytes, gigabytes, predict
 from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import choose_device, keep_freed_memory

@@ -45,7 +45,7 @@ from esper.runs.assembly.values import plain
 from esper.runs.evaluation.controllers import Controller
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import training_bounds
+from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 

@@ -16,7 +16,7 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import training_bounds
+from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
 
@@ -74,6 +74,12 @@ def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor
     from esper.tolaria.executors.streamed import StreamedExecutor
 
     return StreamedExecutor(data)
+
+
+def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
+    """`batch_bounds` of a step of training; raises ConfigError as it does."""
+    count = len(dataset.train) if task.batches_per_step is None else task.batches_per_step * task.batch_train
+    return batch_bounds(count, task.batch_train, task.last_batch)
 
 
 def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:

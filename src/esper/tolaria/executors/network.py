@@ -30,8 +30,14 @@ from esper.tasks.losses import of_split
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions, PrefixPlan, plan_prefixes
 from esper.tolaria.engine_config import LossScaler
-from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass, empty_structure
-from esper.tolaria.executors.training import GradientStatistics
+from esper.tolaria.executors.protocol import (
+    EvaluationSplit,
+    GradientStatistics,
+    Structure,
+    TrainPass,
+    ValidationPass,
+    empty_structure,
+)
 
 _CPU = torch.device("cpu")
 _MAX_FLOATS, _MAX_FLOATS_ON_CPU = 2**24, 2**21

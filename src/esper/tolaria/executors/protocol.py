@@ -21,6 +21,17 @@ EvaluationSplit = Literal["val", "test"]
 
 
 @tensor_dataclass
+class GradientStatistics:
+    """Of all slots [N, S], or of some seeds [R]; NaN (and False) where nothing was measured."""
+
+    norm: Float[Tensor, "*seeds"]
+    health: Float[Tensor, "*seeds"]
+    vanishing: Bool[Tensor, "*seeds"]
+    exploding: Bool[Tensor, "*seeds"]
+    ratio: Float[Tensor, "*seeds"]
+
+
+@tensor_dataclass
 class TrainPass:
     """Outputs of a train pass. Gradient statistics are NaN where none were measured.
 

@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.lifecycle import TEMPO_TICKS, HostFamily, LifecycleOp
 from esper.leyline.manifest import GrownSlot, GrowthManifest

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import NUM_HEADS, Head, HostFamily, LifecycleOp

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import small_runs
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import legal_ops
 from esper.leyline.messages import EngineSpec
 from esper.leyline.tensor_dataclass import with_prefix
 from esper.runs.assembly.assemble import assemble, device_of, engine_of

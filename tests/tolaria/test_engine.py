@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules import lifecycle
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import legal_ops
 from esper.kasmina.rules.lifecycle import remember, rollback
 from esper.kasmina.rules.slot_fields import ingest
 from esper.leyline.lifecycle import Head

@@ -8,8 +8,7 @@ Scripts: a measurement is `(t, slots) -> Measurements`, where `slots` is what th
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
 from esper.kasmina.rules.lifecycle import (
     OpEffects,
     TickEffects,

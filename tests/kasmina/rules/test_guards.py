@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
+from esper.kasmina.rules.conditions import LifecycleConfig, advance_active_seed, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp

@@ -6,7 +6,7 @@ import pytest
 import torch
 from driver import CPU, HOST_PARAMS, Driver, action, measured
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.lifecycle import LifecycleOp
 

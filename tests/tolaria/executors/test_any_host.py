@@ -18,7 +18,7 @@ from sklearn.metrics import r2_score
 import tiny
 import tokens
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.objective import Scores

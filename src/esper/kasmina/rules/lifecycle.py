@@ -17,9 +17,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules import gates
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.rules import conditions
+from esper.kasmina.rules.conditions import (
+    LifecycleConfig,
+    advance_active_seed,
+    at_target,
+    in_stages,
+    numbers,
+    resolve_target_slot,
+)
 from esper.kasmina.rules.slot_fields import release, select, vacate
 from esper.leyline.lifecycle import (
     ALPHA_CURVE_STEEPNESS,
@@ -179,7 +185,7 @@ class OpEffects:
     fossilized: Bool[Tensor, "N S"]
     transitions: Transitions
     g5_asked: Bool[Tensor, "N S"]
-    g5: gates.GateResult
+    g5: conditions.GateResult
 
 
 @tensor_dataclass
@@ -237,7 +243,7 @@ def apply_ops(
 
     germinated = aimed[LifecycleOp.GERMINATE] & costs.selectable[chosen.blueprint]
     g5_asked = aimed[LifecycleOp.FOSSILIZE]
-    g5 = gates.gate_5(slots, t, config)
+    g5 = conditions.gate_5(slots, t, config)
     fossilized = g5_asked & g5.passed
     pruned = aimed[LifecycleOp.PRUNE] & ((chosen.ticks == 0) | (slots.alpha == 0.0))
     scheduled = aimed[LifecycleOp.PRUNE] ^ pruned
@@ -335,8 +341,8 @@ def tick(
     removed = ramping & (slots.alpha_mode == AlphaMode.HOLD) & (slots.alpha_target == 0.0)
 
     asked = (in_stages(stage, _automatic(config)) | effects.requested) & ~removed
-    g2, g3 = gates.gate_2(slots, epochs, hosts.val_acc, config), gates.gate_3(slots, epochs, config)
-    readings = gates.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
+    g2, g3 = conditions.gate_2(slots, epochs, hosts.val_acc, config), conditions.gate_3(slots, epochs, config)
+    readings = conditions.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
     advanced = asked & readings.passed
     cooled = epochs >= _cooldown(config.embargo_epochs, stage.device)[stage]
     moved = advanced | removed | cooled

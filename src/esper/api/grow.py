@@ -32,7 +32,7 @@ from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
-from esper.runs.training.runner import stop_signals
+from esper.runs.training.signals import stop_signals
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule

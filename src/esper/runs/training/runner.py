@@ -4,15 +4,11 @@ engine --steps----> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -40,6 +36,7 @@ from esper.runs.training.checkpoint import (
     set_aside,
     state_digest,
 )
+from esper.runs.training.signals import stop_signals
 from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
@@ -61,8 +58,6 @@ from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
-
-_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> None:
@@ -224,33 +219,6 @@ class Runner:
             trend=self.trend,
         )
         return header, state
-
-
-@contextmanager
-def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
-
-    Signals reach the main thread alone: a run in another thread leaves them to it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    requested = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
-            raise KeyboardInterrupt
-        requested = True
-        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
-        request_stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:

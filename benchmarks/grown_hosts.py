@@ -17,8 +17,8 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.messages import SlotState
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import StateTree, tree_map
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.tasks.datasets import Dataset, Split

@@ -25,7 +25,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.runs.assembly.assemble import device_of, engine_of, learner_of
+from esper.runs.assembly.assemble import device_of, engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import SimicClient
 from esper.tasks import presets as _presets  # registers the built-in tasks

@@ -27,7 +27,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.population import Population
-from esper.leyline.stages import Algorithm
+from esper.leyline.lifecycle import Algorithm
 from esper.telemetry.machine import environment
 from esper.tolaria.engine_config import ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.runs.assembly.assemble import compiled_reward
+from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
 from esper.telemetry.machine import environment

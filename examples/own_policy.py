@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.tamiyo.scripted import NoMemory, canonical_action
 

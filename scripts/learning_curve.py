@@ -32,7 +32,8 @@ from rich.table import Table
 
 from esper.leyline.errors import EsperError
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.runs.assembly.assemble import baseline_of, device_of, engine_of, learner_of, reward_of
+from esper.runs.assembly.assemble import device_of, engine_of
+from esper.runs.assembly.clients import baseline_of, learner_of, reward_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.outcomes import SEED_OFFSET

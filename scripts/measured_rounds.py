@@ -24,7 +24,7 @@ import torch
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.runs import events, report
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.presets import resolve

@@ -29,9 +29,8 @@ from matplotlib.lines import Line2D
 from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 from matplotlib.patches import Patch
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp, SeedStage
 from esper.leyline.messages import RewardInputs
-from esper.leyline.stages import SeedStage
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from esper.kasmina.rules import lifecycle
 from esper.leyline.errors import EsperError
-from esper.runs.assembly.assemble import baseline_of
+from esper.runs.assembly.clients import baseline_of
 from esper.simic import client as learner
 from esper.simic.agent import ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer

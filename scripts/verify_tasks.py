@@ -21,11 +21,10 @@ import tyro
 from rich.console import Console
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import TEMPO_TICKS, LifecycleOp
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError, EsperError
+from esper.leyline.lifecycle import TEMPO_TICKS, HostFamily, LifecycleOp
 from esper.leyline.manifest import GrownSlot, GrowthManifest
-from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import StateTree
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import NUM_HEADS, Head, HostFamily, LifecycleOp
 from esper.leyline.messages import (
     EngineSpec,
     EpisodeReward,
@@ -26,7 +26,6 @@ from esper.leyline.messages import (
     RewardProtocol,
     StoredStep,
 )
-from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, row
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.engine import VectorizedEngine

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.layers import GateNetwork
+from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.leyline.random import Stream, permutation
-from esper.leyline.stages import Algorithm, HostFamily
 from tiny import BATCH, CHANNELS, CLASSES, SGD, SLOTS, Bench
 
 MULTIPLY, GATE = Algorithm.MULTIPLY, Algorithm.GATE

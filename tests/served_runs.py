@@ -14,7 +14,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.writer import Rows, write_part
 from esper.telemetry.run_directory import ABOUT, FORMAT, RECORD
 from esper.telemetry.serve.app import server_of

@@ -52,7 +52,7 @@ MOSS = """
 from torch import nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, register
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 
 
 class Moss(AbstractBlueprint):

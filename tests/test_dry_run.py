@@ -15,8 +15,9 @@ import small_runs
 import tokens
 from dry_run import META, OneDevice, on_meta
 from esper.kasmina.hosts.transformer import TransformerHostSpec
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.runs.assembly.assemble import dataset_of, engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.rewards.reward_config import MODES
 from esper.tasks.registry import register_task, task_by_name

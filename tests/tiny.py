@@ -17,10 +17,10 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.objective import Objective
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, LastBatch, Split
 from esper.tasks.instances import InstanceDistribution

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import PADDING, NextToken
 from tiny import EXECUTION_ORDER, SLOTS

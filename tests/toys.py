@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,
@@ -20,6 +19,7 @@ from esper.leyline.messages import (
     Observation,
     RewardInputs,
     RewardOutput,
+    SeedCosts,
     SlotState,
     StoredStep,
 )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import esper
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from esper.leyline.lifecycle import LifecycleOp, Style
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import NoMemory, canonical_action
 from toys import ToyReward

@@ -10,7 +10,7 @@ from own_tasks import own_task
 import esper
 from esper.api.task import optimizer_of
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from plain import PlainTraining, assert_close

@@ -15,7 +15,7 @@ from esper.export.grown import Grown, GrownSeed, fields_of, plain
 from esper.export.network import GrownNetwork, flops, load
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ExportError
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import SeedStage
 from esper.tasks.registry import task_by_name
 from hosts_to_export import TOPOLOGIES, grown, outputs
 from tiny import SLOTS

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import small_runs
 from esper.kasmina.blueprints import blueprint_by_name
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.structure import flatten
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
+from esper.runs.assembly.assemble import dataset_of, engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import SimicClient

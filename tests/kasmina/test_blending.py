@@ -11,7 +11,7 @@ from torch import nn
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import GateNetwork, blueprint_by_name
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.stages import Algorithm, HostFamily
+from esper.leyline.lifecycle import Algorithm, HostFamily
 
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 GATE_VALUE = 0.25

@@ -25,8 +25,8 @@ from esper.kasmina.blueprints.layers import LayerScale, causal_attention
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.kasmina.parameters.layout import Template
 from esper.leyline.errors import RegistryError
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.random import Stream
-from esper.leyline.stages import HostFamily
 
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
 

@@ -22,9 +22,8 @@ from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, chain
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.kasmina.parameters.layout import Template
 from esper.kasmina.parameters.stacking import stack_layers, way_to_stack
-from esper.leyline.actions import STYLE_ALGORITHM
+from esper.leyline.lifecycle import STYLE_ALGORITHM, Algorithm, HostFamily
 from esper.leyline.random import Stream
-from esper.leyline.stages import Algorithm, HostFamily
 
 CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")

@@ -18,7 +18,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population, host_kind
 from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from user_networks import MLP, Encoder, ResNet8, Skip, Tagger, Tied
 
 CPU = torch.device("cpu")

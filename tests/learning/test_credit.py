@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
-from esper.leyline.stages import SeedStage
-from esper.runs.assembly.assemble import engine_of, learner_of
+from esper.leyline.lifecycle import Head, LifecycleOp, SeedStage
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient

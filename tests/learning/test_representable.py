@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head
+from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, Head
 from esper.leyline.messages import ActResult, Observation
 from esper.leyline.tensor_dataclass import replace
 from esper.runs.assembly.assemble import engine_of

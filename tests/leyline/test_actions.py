@@ -1,4 +1,4 @@
-from esper.leyline.actions import (
+from esper.leyline.lifecycle import (
     ALPHA_CURVE_NAMES,
     ALPHA_CURVE_STEEPNESS,
     ALPHA_CURVES,
@@ -18,12 +18,13 @@ from esper.leyline.actions import (
     STYLE_CURVE,
     TEMPO_NAMES,
     TEMPO_TICKS,
+    Algorithm,
+    AlphaCurve,
     Head,
     LifecycleOp,
     Style,
     head_sizes,
 )
-from esper.leyline.stages import Algorithm, AlphaCurve
 
 READS = {
     LifecycleOp.WAIT: {"op"},

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests, planting_of
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 
 SPEC = EngineSpec(
     run_seed=0,

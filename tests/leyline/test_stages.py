@@ -1,4 +1,4 @@
-from esper.leyline.stages import (
+from esper.leyline.lifecycle import (
     BLENDED,
     COOLDOWN,
     GROWING,

@@ -10,7 +10,7 @@ import torch
 import tiny
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import Host, InjectionPoint
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.runs.evaluation.tables import drawing, words
 from esper.tasks import task_by_name, task_names
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import small_runs
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import legal_ops
 from esper.leyline.messages import EngineSpec
 from esper.leyline.tensor_dataclass import with_prefix
-from esper.runs.assembly.assemble import assemble, device_of, engine_of, learner_of
+from esper.runs.assembly.assemble import assemble, device_of, engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.training.checkpoint import state_digest

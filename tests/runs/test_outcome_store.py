@@ -15,7 +15,8 @@ from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import baseline, derived
-from esper.runs.evaluation.outcomes import Outcome, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.results import Outcome
 from small_runs import contents, main
 
 CPU = torch.device("cpu")

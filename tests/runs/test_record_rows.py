@@ -7,9 +7,8 @@ import pytest
 from test_runs_events import SPEC
 from test_runs_report import step
 
-from esper.leyline.actions import HEAD_NAMES, HEADS, Head, LifecycleOp
+from esper.leyline.lifecycle import HEAD_NAMES, HEADS, Head, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import HostFamily, SeedStage
 from esper.runs.records import RecordRows
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RECORD, RunDirectory

@@ -17,11 +17,12 @@ from test_runs_report import NAN, WEIGHTS, stats
 from esper.runs.assembly.presets import resolve
 from esper.runs.evaluation.comparison import legend, pages, rollbacks
 from esper.runs.evaluation.controllers import all_baselines, known_names
-from esper.runs.evaluation.outcomes import Outcome, TrainingCost
 from esper.runs.evaluation.results import (
     ControllerResult,
     Estimate,
+    Outcome,
     Size,
+    TrainingCost,
     estimate,
     interquartile_mean,
     mean,

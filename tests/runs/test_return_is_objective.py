@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
-from esper.runs.assembly.assemble import engine_of, learner_of
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.agent.advantages import compute_gae, discounted_returns, masked_moments, scale_rewards
 from esper.simic.client import PolicyInputs, PolicyOutput

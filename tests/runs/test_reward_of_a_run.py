@@ -7,7 +7,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.runs.assembly.assemble import engine_of, reward_of
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
 from esper.simic.rewards.objective import Potentials

@@ -5,7 +5,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.assembly.assemble import engine_of, learner_of, phase_form, policy_form, reward_of
+from esper.runs.assembly.assemble import engine_of, phase_form
+from esper.runs.assembly.clients import learner_of, policy_form, reward_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import PolicyStep, SimicClient, blank_inputs
 from esper.simic.compilation import graphs_compiled

@@ -18,7 +18,8 @@ from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
-from esper.runs.evaluation.outcomes import Outcome, run_controller
+from esper.runs.evaluation.outcomes import run_controller
+from esper.runs.evaluation.results import Outcome
 from esper.runs.training import best_host
 from esper.runs.training.checkpoint import BEST, checkpoints, load, read_state, state_digest
 from esper.tamiyo.baselines import BASELINES

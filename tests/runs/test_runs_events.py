@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from test_runs_report import NAN, WEIGHTS, stats, step
 
+from esper.leyline.lifecycle import Cause, HostFamily, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Cause, HostFamily, SeedStage
 from esper.runs.events import round_events, run_started, step_events
 from esper.telemetry.anomalies import Alarm, Trend, of_update
 from esper.tolaria.governor import PanicReason

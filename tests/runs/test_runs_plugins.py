@@ -152,7 +152,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path):
         "from torch import nn\n"
         "import tiny\n"
         "from esper.kasmina.blueprints import AbstractBlueprint, register\n"
-        "from esper.leyline.stages import HostFamily\n"
+        "from esper.leyline.lifecycle import HostFamily\n"
         "from esper.tasks import register_task\n"
         "class Pointwise(AbstractBlueprint):\n"
         "    name, family, init = 'pointwise_of_a_plugin', HostFamily.CNN, {'weight': 0.0}\n"

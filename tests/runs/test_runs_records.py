@@ -11,8 +11,8 @@ from test_runs_events import SPEC, moves
 from test_runs_report import WEIGHTS, step
 
 import small_runs
+from esper.leyline.lifecycle import Cause, SeedStage
 from esper.leyline.messages import SlotState
-from esper.leyline.stages import Cause, SeedStage
 from esper.runs.records import LONGEST, MOST_STEPS, Records
 from esper.telemetry import sinks
 from esper.telemetry.run_directory import RunDirectory

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Cause, SeedStage
+from esper.leyline.lifecycle import Cause, LifecycleOp, SeedStage
 from esper.runs.assembly.presets import resolve
 from esper.runs.report import Cost, RoundSoFar, ops_by_name, round_line, shapley_of, slots_by_stage, summary
 from esper.simic.rewards.reward_config import RewardConfig

@@ -6,8 +6,8 @@ from test_runs_report import step
 import tiny
 from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.manifest import GrownSlot, GrowthManifest
-from esper.leyline.stages import SeedStage
 from esper.runs.evaluation.outcomes import CostMeter
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward

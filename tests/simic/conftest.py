@@ -6,7 +6,7 @@ import pytest
 import torch
 from jaxtyping import Bool, Float, Int
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.lifecycle import Head, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,
@@ -17,7 +17,6 @@ from esper.leyline.messages import (
     SlotState,
     StoredStep,
 )
-from esper.leyline.stages import HostFamily, SeedStage
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize

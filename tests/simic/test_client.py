@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.random import Stream, uniform
 from esper.simic.client import SimicClient, compute_batched_bootstrap, policy_uniforms
 from esper.tamiyo.features import observe

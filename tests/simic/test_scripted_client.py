@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from esper.leyline.messages import ClientProtocol
-from esper.runs.assembly.assemble import baseline_of, engine_of
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward

@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import torch
 
+from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.messages import EngineSpec, HostState, Observation, SlotState, StoredStep
-from esper.leyline.stages import HostFamily, SeedStage
 
 BOOLS = {"has_gate", "grad_vanishing", "grad_exploding", "last_success", "stabilized"}
 SLOT_FLOATS = {

@@ -2,9 +2,8 @@
 
 import torch
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import BLENDED, COOLDOWN, HAS_MODULE, AlphaMode, LifecycleOp, SeedStage, stages_mask
 from esper.leyline.messages import HostState, Observation, SlotState
-from esper.leyline.stages import BLENDED, COOLDOWN, HAS_MODULE, AlphaMode, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import replace
 
 STORED_STAGES = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN])

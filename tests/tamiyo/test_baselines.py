@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from scripted_observations import TRANSFORMER, engine_spec, legal_only, observation, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline.actions import CANONICAL_ACTION, HEADS, Head, LifecycleOp, Style
 from esper.leyline.errors import CheckpointError, RegistryError
+from esper.leyline.lifecycle import CANONICAL_ACTION, HEADS, Head, LifecycleOp, Style
 from esper.tamiyo.baselines import BASELINES, make_baseline, pick
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp

@@ -6,9 +6,9 @@ import pytest
 import torch
 from scripted_observations import engine_spec, legal_only, observation, step
 
-from esper.leyline.actions import Head, LifecycleOp
-from esper.leyline.stages import SeedStage
-from esper.runs.assembly.assemble import baseline_of, engine_of
+from esper.leyline.lifecycle import Head, LifecycleOp, SeedStage
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.presets import resolve
 from esper.tamiyo.baselines import ExploreThenCommit, Worths
 from esper.tamiyo.scripted import ScriptedPolicy

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from states import everywhere, random_observation, with_hosts, with_slots
 
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
+from esper.leyline.lifecycle import AlphaMode, SeedStage
 from esper.leyline.messages import HostState, Measurements, Observation, SlotState
-from esper.leyline.stages import AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, observe
 

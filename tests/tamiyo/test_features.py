@@ -6,8 +6,8 @@ import pytest
 import torch
 from states import everywhere, hostile_observation, random_observation, with_hosts, with_slots
 
+from esper.leyline.lifecycle import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
 from esper.leyline.messages import Observation
-from esper.leyline.stages import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import row, tree_map
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim, observe
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.tamiyo.features import SLOT_FEATURES, observe
 from esper.tasks.registry import task_by_name
 from tiny import engine

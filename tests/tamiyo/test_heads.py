@@ -7,7 +7,7 @@ import pytest
 import torch
 from states import generator, random_legal
 
-from esper.leyline.actions import (
+from esper.leyline.lifecycle import (
     CANONICAL_ACTION,
     HEADS,
     NUM_BUILTIN_BLUEPRINTS,

@@ -5,10 +5,9 @@ import pytest
 import torch
 from scripted_observations import TRANSFORMER, engine_spec, legal_only, observation, step
 
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import CANONICAL_ACTION, AlphaMode, Head, LifecycleOp, SeedStage
 from esper.leyline.messages import Observation
-from esper.leyline.stages import AlphaMode, SeedStage
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.scripted import ScriptedPolicy

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from states import generator, random_legal
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.tamiyo.heads import choices_given_op, masks_of, tables_of
 
 WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE = range(6)

@@ -7,8 +7,8 @@ import torch
 from states import generator, random_legal
 from torch import nn
 
-from esper.leyline.actions import Head, LifecycleOp, head_sizes
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp, head_sizes
 from esper.leyline.messages import Hidden
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import feature_dim

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from scripted_observations import engine_spec
 
-from esper.leyline.actions import Head, LifecycleOp, Style
+from esper.leyline.lifecycle import Head, LifecycleOp, Style
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Plan, Schedule, grid, neighbours
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from scripted_observations import engine_spec
 
-from esper.leyline.actions import HEADS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import HEADS, Head, LifecycleOp
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.policy_files import read_policy, script_of, write_policy
 from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule, single

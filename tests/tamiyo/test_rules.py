@@ -2,8 +2,8 @@ import pytest
 import torch
 from scripted_observations import engine_spec, legal_only, observation, step
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule
 from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from scripted_observations import engine_spec, observation, step
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScheduleTable
 from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
 

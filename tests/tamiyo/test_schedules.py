@@ -2,8 +2,8 @@ import pytest
 import torch
 from scripted_observations import TRANSFORMER, engine_spec, legal_only, observation, step
 
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp, Style
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp, Style
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule, ScheduleEntry, fill, single
 from esper.tamiyo.scripted import canonical_action

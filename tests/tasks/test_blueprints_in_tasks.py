@@ -12,8 +12,7 @@ from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import GateNetwork, blueprint_at, selectable
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.actions import STYLE_ALGORITHM
-from esper.leyline.stages import Algorithm, HostFamily
+from esper.leyline.lifecycle import STYLE_ALGORITHM, Algorithm, HostFamily
 from esper.tasks import presets
 from esper.tasks.registry import TaskSpec
 

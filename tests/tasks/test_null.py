@@ -3,9 +3,8 @@ import math
 import pytest
 import torch
 
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import AlphaMode, SeedStage
+from esper.leyline.lifecycle import CANONICAL_ACTION, AlphaMode, Head, LifecycleOp, SeedStage
 from esper.tasks import null
 from esper.tasks.null import BLUEPRINTS, Fault, NullSpec
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import tiny
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, LifecycleOp, SeedStage
 from esper.tolaria.engine_config import LossScaler, amp_dtype
 from tiny import BATCH, CPU, SLOTS, Bench, bit_equal, dataset, same_tree
 from toys import ToyClient, action, script

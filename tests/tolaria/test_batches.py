@@ -9,7 +9,8 @@ from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
 from esper.tasks.losses import PADDING
-from esper.tolaria.batches import SharedBatchIterator, batch_bounds, training_bounds
+from esper.tolaria.batches import SharedBatchIterator, batch_bounds
+from esper.tolaria.executors.choice import training_bounds
 from tiny import task
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dry_run import CountedReads
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.tensor_dataclass import named_tensors, row
 from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
 

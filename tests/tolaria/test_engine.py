@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import tiny
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.stages import HostFamily, SeedStage
 from esper.simic.shapley import shapley_values
 from esper.tasks.null import host_accuracy
 from esper.tasks.registry import task_by_name

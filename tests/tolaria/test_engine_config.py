@@ -5,9 +5,8 @@ import torch
 
 import tiny
 from esper.kasmina.blueprints import registry
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset

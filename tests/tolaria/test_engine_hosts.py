@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.null import NullSpec
 from esper.tasks.presets import NULL

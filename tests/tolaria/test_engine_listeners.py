@@ -6,7 +6,7 @@ import pytest
 from test_engine_reads import learner
 
 import tiny
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.tasks.presets import NULL
 from tiny import same_tree
 from toys import ToyClient, action, script

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from esper.leyline.lifecycle import AlphaMode, SeedStage
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests
-from esper.leyline.stages import AlphaMode, SeedStage
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.registry import task_by_name

@@ -3,8 +3,7 @@
 import pytest
 
 import tiny
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import LifecycleOp, SeedStage
 from toys import ToyClient, action, script
 
 Op, S = LifecycleOp, SeedStage

@@ -7,8 +7,8 @@ import torch
 
 import tiny
 from dry_run import CountedReads
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import LifecycleOp
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.simic.rewards import make_reward

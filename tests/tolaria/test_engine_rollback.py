@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import tiny
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import LifecycleOp, SeedStage
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize

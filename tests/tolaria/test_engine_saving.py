@@ -7,8 +7,8 @@ import torch
 from test_engine_reads import learner
 
 import tiny
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.instances import MixedImages

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from toys import ToyClient, action, ops_of, script

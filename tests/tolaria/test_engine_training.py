@@ -9,8 +9,7 @@ from torch import nn
 import tiny
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.datasets import Dataset, Split

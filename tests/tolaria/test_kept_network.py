@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.runs.report import objective_of
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig

@@ -8,7 +8,7 @@ import torch
 from test_engine_rollback import learner
 
 import tiny
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.tasks.presets import NULL
 from toys import ToyClient, action, script
 

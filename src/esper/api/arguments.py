@@ -3,11 +3,12 @@
 import inspect
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache, partial, wraps
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -26,7 +27,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     Numbers of NumPy become those of Python. What functions and data give is checked where they are used, and
     `**settings` with the configuration.
     """
-    signature, kinds = inspect.signature(function), cache(partial(get_type_hints, function))
+    signature, kinds = inspect.signature(function), cache(partial(_kinds, function))
     name = f"esper.{function.__qualname__.removesuffix('.__init__')}"
     known = [each for each in signature.parameters if each != "self"]
 
@@ -52,6 +53,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type of each argument; what a function returns may be a class that only its call imports."""
+    hints = {name: kind for name, kind in function.__annotations__.items() if name != "return"}
+    return get_type_hints(SimpleNamespace(__annotations__=hints), vars(sys.modules[function.__module__]))
 
 
 def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 -- any annotation

@@ -9,7 +9,7 @@ from torch import nn
 from esper.kasmina import blueprints as _built_in  # registers those of this package
 from esper.kasmina.blueprints import registry
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 
 assert _built_in
 Family = Literal["cnn", "transformer"]

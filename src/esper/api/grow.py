@@ -19,10 +19,11 @@ from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
+from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.stages import COOLDOWN, SeedStage
-from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
+from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
 from esper.runs.assembly.presets import absolute_plugins, resolve
 from esper.runs.assembly.run_config import RunConfig
@@ -31,7 +32,7 @@ from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
-from esper.runs.training.runner import stop_signals
+from esper.runs.training.signals import stop_signals
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule

@@ -1,4 +1,7 @@
-"""What every verb does around its work: names of tasks, settings, and the state of the caller's process."""
+"""What every verb does around its work: names of tasks, settings, and the state of the caller's process.
+
+A verb imports what it runs, as a command of the command line does.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +18,7 @@ from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
-from esper.runs.evaluation.comparison import Comparison, compare
 from esper.runs.evaluation.controllers import known_names
-from esper.runs.training import runner
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.registry import TaskSpec, registered, task_by_name
 from esper.telemetry.progress import RunConsole, warn
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
+    from esper.runs.evaluation.comparison import Comparison
     from esper.telemetry.record.reader import Record
 
 
@@ -155,13 +157,15 @@ class Run:
             ConfigError, CheckpointError: there is nothing to do, or nothing to continue from.
             KeyboardInterrupt: it was stopped again; its text says how it goes on.
         """
+        from esper.runs.training import runner
+
         with in_process(self.task):
             config = self.resolved(given({}, rounds=rounds))
             summary = runner.resume(config, self.directory, console(progress))
         require_finished(summary, self.directory, task=self.task is not None)
         return self
 
-    def evaluate(self, *baselines: str, **options: Any) -> Comparison:  # noqa: ANN401 -- see `esper.evaluate`
+    def evaluate(self, *baselines: str, **options: Any) -> "Comparison":  # noqa: ANN401 -- see `esper.evaluate`
         """`esper.evaluate(run, *baselines, **options)`."""
         return evaluate(self, *baselines, **options)
 
@@ -186,6 +190,8 @@ def _select(table: str) -> str:
 def require_finished(summary: dict[str, Any] | None, path: Path, *, task: bool) -> None:
     """Raise Stopped, which says how the run goes on, if it was stopped; `task`: only this program knows its task."""
     if summary is None:
+        from esper.runs.training import runner
+
         raise Stopped(runner.stopped(path, task=task))
 
 
@@ -220,6 +226,8 @@ def train(
         ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.
         KeyboardInterrupt: the run was stopped; its text says how it goes on.
     """
+    from esper.runs.training import runner
+
     spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
     values = given({"schedule_rounds": rounds, **settings}, **named, device=device)
     values["task"] = task if isinstance(task, str) else spec.name
@@ -242,7 +250,7 @@ def evaluate(
     out: Path | str | None = None,
     device: str | None = None,
     progress: bool = True,
-) -> Comparison:
+) -> "Comparison":
     """Compare the controller of a run with baselines on the same new networks, as `esper evaluate` does.
 
     The controller is not trained further; the run directory is not changed.
@@ -267,6 +275,8 @@ def evaluate(
     Raises:
         ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
+    from esper.runs.evaluation.comparison import compare
+
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
     if not runs:
         raise ConfigError("run is an empty list; name at least one run.")

@@ -39,7 +39,7 @@ from esper.tasks.losses import (
     per_example,
 )
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import training_bounds
+from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.executors.network import check_scores
 
 AnyOptimizer: TypeAlias = str | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]

@@ -49,8 +49,8 @@ from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, remove, replacing_folder
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.objective import Objective
-from esper.leyline.stages import Algorithm, SeedStage
 from esper.leyline.tensor_dataclass import below
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile

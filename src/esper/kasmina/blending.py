@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from esper.leyline.stages import Algorithm
+from esper.leyline.lifecycle import Algorithm
 
 Features = Float[Tensor, "B *F"]
 

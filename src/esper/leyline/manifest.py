@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Algorithm, SeedStage
 
 
 @dataclass(frozen=True)

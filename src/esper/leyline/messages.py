@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS, head_sizes
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily, head_sizes
 from esper.leyline.tensor_dataclass import StateTree as StateTree
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -183,6 +182,15 @@ class Transitions:
     from_stage: Int[Tensor, "N S"]
     to_stage: Int[Tensor, "N S"]
     cause: Int[Tensor, "N S"]
+
+
+@tensor_dataclass
+class SeedCosts:
+    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
+
+    seed_params: Int[Tensor, "S P"]
+    gate_params: Int[Tensor, " S"]
+    selectable: Bool[Tensor, " P"]
 
 
 @tensor_dataclass

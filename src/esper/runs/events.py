@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import Cause, LifecycleOp, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Cause, SeedStage
 from esper.runs.report import device_name, objective_of, shapley_of
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig

@@ -15,19 +15,20 @@ from typing import final
 
 import numpy as np
 
-from esper.leyline.actions import (
+from esper.leyline.lifecycle import (
     ALPHA_CURVE_NAMES,
     ALPHA_SPEED_NAMES,
     ALPHA_TARGET_NAMES,
+    HAS_MODULE,
     HEAD_NAMES,
     RELEVANCE,
     TEMPO_NAMES,
     Head,
     LifecycleOp,
+    SeedStage,
     Style,
 )
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import HAS_MODULE, SeedStage
 from esper.runs import events
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS

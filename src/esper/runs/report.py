@@ -8,8 +8,7 @@ from typing import final
 import numpy as np
 import torch
 
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import HAS_MODULE, SeedStage
+from esper.leyline.lifecycle import HAS_MODULE, LifecycleOp, SeedStage
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.leyline.actions import HEAD_NAMES
+from esper.leyline.lifecycle import HEAD_NAMES
 
 
 class Reducer(IntEnum):

@@ -19,11 +19,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEADS, NUM_HEADS, TEMPO_TICKS, Head, LifecycleOp, Style
 from esper.leyline.errors import RegistryError, nearest
+from esper.leyline.lifecycle import (
+    GROWING,
+    HEADS,
+    NUM_HEADS,
+    TEMPO_TICKS,
+    Head,
+    LifecycleOp,
+    SeedStage,
+    Style,
+    stages_mask,
+)
 from esper.leyline.messages import EngineSpec, Observation, PolicyProtocol, StoredStep
 from esper.leyline.random import Stream, uniform
-from esper.leyline.stages import GROWING, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single

@@ -17,9 +17,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import NUM_OPS, LifecycleOp
+from esper.leyline.lifecycle import (
+    NUM_OPS,
+    NUM_STAGE_CLASSES,
+    NUM_STAGE_VALUES,
+    STAGE_CLASS,
+    AlphaMode,
+    LifecycleOp,
+    SeedStage,
+)
 from esper.leyline.messages import HostState, Observation, SlotState
-from esper.leyline.stages import NUM_STAGE_CLASSES, NUM_STAGE_VALUES, STAGE_CLASS, AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 HISTORY = 5

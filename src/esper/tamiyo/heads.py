@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
+from esper.leyline.lifecycle import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 

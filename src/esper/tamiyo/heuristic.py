@@ -20,10 +20,18 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from esper.leyline.actions import TEMPO_NAMES, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import (
+    GROWING,
+    TEMPO_NAMES,
+    AlphaMode,
+    Head,
+    HostFamily,
+    LifecycleOp,
+    SeedStage,
+    stages_mask,
+)
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
-from esper.leyline.stages import GROWING, AlphaMode, HostFamily, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.schedules import STANDARD
 from esper.tamiyo.scripted import canonical_actions, op_is_legal

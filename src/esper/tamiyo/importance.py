@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.features import CLOCK, HOST_FEATURES, SLOT_FEATURES, Feature
 

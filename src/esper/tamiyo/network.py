@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, local_generator
 from esper.leyline.tensor_dataclass import tensor_dataclass

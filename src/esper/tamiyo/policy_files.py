@@ -26,7 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from esper.leyline.actions import (
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.files import replacing
+from esper.leyline.lifecycle import (
     ALPHA_CURVE_NAMES,
     ALPHA_SPEED_NAMES,
     ALPHA_TARGET_NAMES,
@@ -36,8 +38,6 @@ from esper.leyline.actions import (
     LifecycleOp,
     Style,
 )
-from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.files import replacing
 from esper.leyline.messages import EngineSpec
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import (

@@ -22,10 +22,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_NAMES, TEMPO_TICKS, Head, LifecycleOp, Style
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.lifecycle import (
+    HEAD_NAMES,
+    NUM_HEADS,
+    TEMPO_NAMES,
+    TEMPO_TICKS,
+    Head,
+    HostFamily,
+    LifecycleOp,
+    Style,
+)
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
-from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tamiyo.scripted import canonical_action, canonical_actions
 

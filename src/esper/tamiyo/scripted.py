@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
 from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
 

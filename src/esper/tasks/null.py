@@ -22,11 +22,20 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import (
+    CANONICAL_ACTION,
+    HAS_MODULE,
+    NUM_BUILTIN_BLUEPRINTS,
+    TEMPO_TICKS,
+    AlphaMode,
+    Head,
+    LifecycleOp,
+    SeedStage,
+    stages_mask,
+)
 from esper.leyline.random import Stream, permutation, to_normal, words
 from esper.leyline.settings import NotNegative, check_fields
-from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 NUM_CLASSES = 10

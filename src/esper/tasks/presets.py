@@ -6,7 +6,7 @@ from pathlib import Path
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.tasks.datasets import Tokenizer, cifar10, fashion_mnist, images
 from esper.tasks.datasets.text import SHAKESPEARE, STORIES, ByteTokenizer, Shakespeare, Stories
 from esper.tasks.instances import MixedImages

@@ -12,10 +12,10 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, check_fields
-from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, LastBatch, Source
 from esper.tasks.instances import InstanceDistribution
 from esper.tasks.losses import Classification

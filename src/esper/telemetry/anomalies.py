@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from esper.leyline.actions import HEADS
+from esper.leyline.lifecycle import HEADS
 
 WINDOW = 10
 """Rounds whose mean is compared with that of the rounds before."""

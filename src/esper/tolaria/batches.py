@@ -27,7 +27,6 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, word_rows
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import HostExamples
-from esper.tasks.registry import TaskSpec
 
 
 class Batch(NamedTuple):
@@ -188,12 +187,6 @@ def batch_bounds(count: int, size: int, last: LastBatch) -> list[tuple[int, int]
             )
         count = starts.pop()
     return list(zip(starts, [*starts[1:], count], strict=True))
-
-
-def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
-    """`batch_bounds` of a step of training; raises ConfigError as it does."""
-    count = len(dataset.train) if task.batches_per_step is None else task.batches_per_step * task.batch_train
-    return batch_bounds(count, task.batch_train, task.last_batch)
 
 
 def _check_passes(number: int, t: int, size: int) -> None:

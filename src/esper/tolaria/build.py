@@ -9,17 +9,15 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig, chosen_amp
 from esper.tolaria.executors.choice import network_executor
-from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.sharded import ShardedExecutor, ShardRunner, bounds, shard_of
 from esper.tolaria.phases import PhaseForm, eager
 
 
@@ -105,7 +103,7 @@ def _executor(
     for index, reason in executor.population.left_out.items():
         name = registry.blueprint_at(index, task.family).name
         warnings.warn(f"blueprint {name!r} is not grown in this run, because it does not fit {reason}", stacklevel=2)
-    if isinstance(executor, NativeExecutor) and not executor.refused:
+    if taken == "native" and not executor.refused:
         return executor, replace(config, executor=taken, workers=workers)  # as threads
     if workers > 1:
         return _sharded(replace(config, executor=taken), task, dataset, workers, prepare)
@@ -116,6 +114,8 @@ def _sharded(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, workers: int, prepare: Callable[[], None]
 ) -> tuple[Executor, EngineConfig]:
     """The hosts shared by this process and `workers - 1` others, each with as many threads as this one."""
+    from esper.tolaria.executors.sharded import ShardedExecutor, ShardRunner, bounds, shard_of
+
     parts = bounds(config.num_envs, workers)
     configs = [
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts

@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
+from esper.leyline.lifecycle import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 
 _BITS_PER_WORD = 52

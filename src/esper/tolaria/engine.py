@@ -19,9 +19,9 @@ from torch import Tensor
 from esper.kasmina.rules.lifecycle import memory_of, planted
 from esper.kasmina.rules.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
 from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
 from esper.leyline.settings import AtLeast0, AtLeast1, check_fields

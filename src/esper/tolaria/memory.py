@@ -23,14 +23,13 @@ from torch import Tensor
 from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
-from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
@@ -114,10 +113,10 @@ def predict(
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)
-    native = isinstance(one, NativeExecutor)
+    native = taken == "native"
     workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
     threads = workers if native and not one.refused else 1
-    working = one.working_bytes() if isinstance(one, NativeExecutor) else 0
+    working = one.working_bytes()
     host = _host_bytes(one.data, structure, batches=not native) + others
     at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
     process = resident_bytes() if device.type == "cpu" else 0  # when all code is loaded, and before trials of the time

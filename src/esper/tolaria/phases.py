@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules import lifecycle
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import legal_ops
 from esper.kasmina.rules.lifecycle import remember, rollback
 from esper.kasmina.rules.slot_fields import ingest
-from esper.leyline.actions import Head
+from esper.leyline.lifecycle import Head
 from esper.leyline.messages import (
     ActResult,
     ClientProtocol,
@@ -29,6 +29,7 @@ from esper.leyline.messages import (
     Observation,
     RewardInputs,
     RewardOutput,
+    SeedCosts,
     StoredStep,
 )
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
@@ -127,7 +128,7 @@ def execute(
     actions: Int[Tensor, "N 8"],
     t: Int[Tensor, ""],
     *,
-    costs: lifecycle.SeedCosts,
+    costs: SeedCosts,
     config: EngineConfig,
 ) -> ExecuteOutput:
     """Ops, tick and feedback; hosts that are not healthy execute nothing, but their clocks advance too."""

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import FossilMemory, OpEffects, TickEffects, memory_of
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
-from esper.leyline.actions import NUM_OPS, Head
+from esper.leyline.lifecycle import NUM_OPS, Head, SeedStage
 from esper.leyline.messages import ActResult, HostState, KeptNetwork, RewardOutput, SlotState
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure

@@ -22,8 +22,8 @@ from esper.kasmina.parameters.initialization import (
 from esper.kasmina.parameters.layout import parameter_layout
 from esper.kasmina.parameters.population import seed_kind
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.random import Stream
-from esper.leyline.stages import HostFamily
 
 
 class Mixed(nn.Module):

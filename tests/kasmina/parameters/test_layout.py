@@ -26,7 +26,7 @@ from esper.kasmina.parameters.layout import (
 from esper.kasmina.parameters.population import seed_kind
 from esper.kasmina.parameters.stacking import vmapped, way_to_stack
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 
 DIGITS = CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10)
 

@@ -13,8 +13,8 @@ from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import FlatParameters
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.random import Stream, to_uniform, words
-from esper.leyline.stages import HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
 

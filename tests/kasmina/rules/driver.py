@@ -8,11 +8,9 @@ Scripts: a measurement is `(t, slots) -> Measurements`, where `slots` is what th
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
 from esper.kasmina.rules.lifecycle import (
     OpEffects,
-    SeedCosts,
     TickEffects,
     apply_ops,
     feedback,
@@ -22,8 +20,8 @@ from esper.kasmina.rules.lifecycle import (
     tick,
 )
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
-from esper.leyline.messages import HostState, Measurements, SlotState
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
+from esper.leyline.messages import HostState, Measurements, SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from driver import random_episode, seed_costs
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.lifecycle import apply_ops, feedback, tick
 from esper.leyline.tensor_dataclass import named_tensors
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from scalar_rules import share_of_ramp
 
 from esper.kasmina.rules import lifecycle
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.actions import LifecycleOp, Style
-from esper.leyline.stages import AlphaCurve, AlphaMode
+from esper.leyline.lifecycle import AlphaCurve, AlphaMode, LifecycleOp, Style
 from esper.leyline.tensor_dataclass import replace
 
 LINEAR, COSINE, SIGMOID = AlphaCurve.LINEAR, AlphaCurve.COSINE, AlphaCurve.SIGMOID

@@ -5,11 +5,10 @@ from driver import CPU, HOST_PARAMS, Driver, action, everybody, seed_costs
 from episodes import MANUAL, RULES
 from test_lifecycle import PAIRS
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
 from esper.kasmina.rules.lifecycle import apply_ops, memory_of, rollback, tick
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 
 Op = LifecycleOp

@@ -12,9 +12,9 @@ from scalar_rules import gate_3 as scalar_gate_3
 from scalar_rules import gate_5 as scalar_gate_5
 from scalar_step import slot_dicts
 
-from esper.kasmina.rules.gates import FailedCheck, LifecycleConfig, gate_2, gate_3, gate_5
+from esper.kasmina.rules.conditions import FailedCheck, LifecycleConfig, gate_2, gate_3, gate_5
 from esper.kasmina.rules.slot_fields import EMPTY, empty_slots
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 
 NAN = float("nan")

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
+from esper.kasmina.rules.conditions import LifecycleConfig, advance_active_seed, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 
 STAGES = [1, 2, 3, 4, 6, 7, 8, 9, 10]

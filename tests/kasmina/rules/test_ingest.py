@@ -6,9 +6,9 @@ import pytest
 import torch
 from driver import CPU, HOST_PARAMS, Driver, action, measured
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 
 NAN = float("nan")
 

@@ -8,8 +8,8 @@ from scalar_rules import new_host
 from scalar_step import cost_dict, measurement_dicts
 from scalar_step import step as scalar_step
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import LifecycleOp
+from esper.kasmina.rules.conditions import LifecycleConfig
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors, row
 
 Op = LifecycleOp

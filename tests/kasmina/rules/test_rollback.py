@@ -7,10 +7,10 @@ import torch
 from driver import CPU, HOST_PARAMS, Driver, action, actions, with_slot
 from scalar_rules import EMPTY_SLOT, ON_RELEASE
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.lifecycle import memory_of, remember, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors, replace
 
 NAN = float("nan")

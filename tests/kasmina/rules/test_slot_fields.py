@@ -8,7 +8,7 @@ import torch
 from driver import CPU, HOST_PARAMS, random_episode
 from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
 
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, select, vacate
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState

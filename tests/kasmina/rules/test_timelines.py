@@ -10,8 +10,8 @@ import pytest
 import torch
 from driver import Driver, action, actions, gradients_seen
 
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import LifecycleOp
+from esper.kasmina.rules.conditions import LifecycleConfig
+from esper.leyline.lifecycle import LifecycleOp
 
 Op = LifecycleOp
 LINEAR = {"style": 0}

@@ -6,8 +6,7 @@ change of the escrow account.
 
 import math
 
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.leyline.lifecycle import STAGE_POTENTIAL, LifecycleOp, SeedStage
 from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE, RewardConfig
 from reference.rewards.row import (
     HostRow,

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
+from esper.leyline.lifecycle import LifecycleOp
 from esper.simic.rewards.modes import (
     CREDIT_MODES,
     REWARD_TERMS,

@@ -6,8 +6,7 @@ One function per mode; `shaped` and `escrow` share theirs (`scalar_contribution`
 import math
 from collections.abc import Callable, Mapping
 
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.leyline.lifecycle import STAGE_POTENTIAL, LifecycleOp, SeedStage
 from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION, RewardConfig
 from reference.rewards.contribution import contribution_reward
 from reference.rewards.row import (

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from esper.leyline.stages import STAGE_POTENTIAL
+from esper.leyline.lifecycle import STAGE_POTENTIAL
 from esper.simic.rewards.reward_config import GAMMA, LEGITIMATE_HOLD, RewardConfig
 
 NAN = math.nan

@@ -6,8 +6,7 @@ Order: occupancy and alpha movement, reward of the target slot, then terms that 
 import math
 from dataclasses import dataclass, field, replace
 
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
+from esper.leyline.lifecycle import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, LifecycleOp, SeedStage
 from esper.simic.rewards.reward import CONTRIBUTION_MODES, HINDSIGHT_SCALE
 from esper.simic.rewards.reward_config import GAMMA, RewardConfig
 from reference.rewards.modes import reward_of_row

@@ -6,7 +6,7 @@ The policies here are far from uniform, so that heads, recurrent state and value
 import pytest
 import torch
 
-from esper.leyline.actions import HEADS, NUM_HEADS, Head, LifecycleOp
+from esper.leyline.lifecycle import HEADS, NUM_HEADS, Head, LifecycleOp
 from esper.simic.agent.losses import LossInputs, ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights
 from esper.simic.agent.rollout_buffer import SequenceBatch

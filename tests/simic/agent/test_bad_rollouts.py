@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
+from esper.leyline.lifecycle import NUM_HEADS, Head, LifecycleOp
 from esper.simic.agent.losses import ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights, run_ppo_updates
 from esper.tamiyo.heads import forced, sample_heads

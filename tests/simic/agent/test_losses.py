@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp, head_sizes
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp, head_sizes
 from esper.leyline.tensor_dataclass import replace
 from esper.simic.agent.losses import (
     LossInputs,

@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
-from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import TrainingError
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.random import Stream, permutation
 from esper.simic.agent import ppo
 from esper.simic.agent.advantages import masked_moments

@@ -2,7 +2,7 @@
 
 import torch
 
-from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
+from esper.leyline.lifecycle import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 

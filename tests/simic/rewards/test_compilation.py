@@ -5,7 +5,7 @@ import torch
 from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.assembly.assemble import compiled_reward
+from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import explained, graphs_compiled, is_compiled
 from esper.simic.rewards import RewardConfig, initial_state, make_reward, reward_step
 from esper.simic.rewards.reward import _blank_inputs

@@ -12,8 +12,8 @@ import torch
 from reward_toys import host_row, random_rows, replace_rows, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline.actions import LifecycleOp as Op
-from esper.runs.assembly.assemble import compiled_reward
+from esper.leyline.lifecycle import LifecycleOp as Op
+from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.modes import KERNEL_MODES

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_toys import host_row, random_rows, reward_inputs, seed
 
-from esper.leyline.actions import LifecycleOp as Op
-from esper.leyline.stages import STAGE_POTENTIAL
+from esper.leyline.lifecycle import STAGE_POTENTIAL
+from esper.leyline.lifecycle import LifecycleOp as Op
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
 from reference.rewards.golden import info_of, outputs_of
 from reference.rewards.modes import reward_of_row

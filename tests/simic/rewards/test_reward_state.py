@@ -7,7 +7,7 @@ import pytest
 import torch
 from reward_toys import fresh_memory, named, random_hosts, reward_inputs
 
-from esper.leyline.actions import LifecycleOp as Op
+from esper.leyline.lifecycle import LifecycleOp as Op
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.rewards import (
     MODES,

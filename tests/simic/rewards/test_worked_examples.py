@@ -6,7 +6,7 @@ import pytest
 import torch
 from reward_toys import host_row, named, reward_inputs, seed
 
-from esper.leyline.actions import LifecycleOp as Op
+from esper.leyline.lifecycle import LifecycleOp as Op
 from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, make_reward, reward_step
 from reference.rewards.golden import info_of, outputs_of
 from reference.rewards.modes import reward_of_row

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.records import Records
 from esper.telemetry.record.reader import Record, open_record
 from esper.telemetry.record.schema import STORED, TABLES

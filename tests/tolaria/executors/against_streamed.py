@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from tiny import Bench, adamw, engine, same_tree
 from toys import ToyClient, script

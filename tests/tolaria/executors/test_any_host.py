@@ -18,11 +18,10 @@ from sklearn.metrics import r2_score
 import tiny
 import tokens
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.leyline.actions import LifecycleOp
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError, StackingError
+from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.objective import Scores
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.errors import StackingError
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
-from esper.leyline.stages import Algorithm, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SLOTS, Bench, bit_equal, same_tree
 

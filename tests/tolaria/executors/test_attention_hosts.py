@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tiny
 import tokens
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.leyline.stages import Algorithm, HostFamily
+from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor

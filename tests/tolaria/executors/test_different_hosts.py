@@ -9,9 +9,8 @@ from against_streamed import compare
 
 import tiny
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import LifecycleOp, SeedStage
 from esper.tasks.instances import MixedImages
 from esper.tasks.losses import Classification
 from esper.tolaria.executors.fused import FusedExecutor

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor

@@ -13,7 +13,7 @@ import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.stacking import StackedBatchNorm, StackedConv2d
 from esper.leyline.errors import CheckpointError
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SGD, SLOTS, Bench, bit_equal, same_tree
 from toys import ToyClient

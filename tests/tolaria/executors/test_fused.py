@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import tiny
 from esper.kasmina.blending import blend
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import BlendSlice, FusedExecutor, GroupOutputs, blend_groups, buckets

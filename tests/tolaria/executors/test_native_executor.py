@@ -14,7 +14,7 @@ from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import MeanSquaredError
 from esper.tolaria.engine_config import LossScaler

@@ -16,7 +16,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
-from esper.leyline.stages import Algorithm, HostFamily
+from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import (

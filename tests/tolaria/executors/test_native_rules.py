@@ -11,7 +11,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.layers import GateNetwork, LayerScale
 from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.tolaria.executors.native import networks
 from esper.tolaria.executors.native.networks import by_instructions, by_torch, disagreement
 from esper.tolaria.executors.native.program import (

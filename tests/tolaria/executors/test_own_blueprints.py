@@ -13,7 +13,7 @@ from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.dropout import Moment
 from esper.kasmina.parameters.stacking import stack_layers, vmapped, way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
-from esper.leyline.stages import HostFamily, SeedStage
+from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.presets import resolve
 from esper.tamiyo.features import observe

@@ -19,9 +19,8 @@ from torch import nn
 import tiny
 from dry_run import CountedReads
 from esper.kasmina.blueprints import AbstractBlueprint, registry
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily, LifecycleOp
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
 from esper.tolaria.executors.sharded import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from plain import PlainTraining, assert_close
 from tiny import BATCH, SGD, SLOTS, Bench, dataset, same_tree
 

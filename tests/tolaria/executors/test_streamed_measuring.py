@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.tasks.datasets import Split
 from esper.tolaria.executors import network
 from plain import PlainTraining

@@ -8,7 +8,7 @@ import tokens
 from esper.kasmina.blueprints import names, selectable
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from tiny import Bench
 

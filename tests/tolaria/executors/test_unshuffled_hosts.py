@@ -8,8 +8,7 @@ from against_streamed import compare, grow_different_seeds
 import tiny
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, LifecycleOp, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.build import build_engine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, TanhScale, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 
 _MAX_GROUPS = 32
 _MIN_GROUP = 16

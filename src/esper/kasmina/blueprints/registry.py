@@ -16,9 +16,8 @@ from typing import final
 from torch import nn
 
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import RegistryError, nearest
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 
 NOOP = "noop"
 _CNN = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")

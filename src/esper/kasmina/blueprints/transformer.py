@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention as block_mask_kerne
 
 from esper.kasmina.blueprints.layers import CausalAttention, TanhScale, causal_attention, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 
 _HEADS = 4
 _SMALLEST_HEAD = 16

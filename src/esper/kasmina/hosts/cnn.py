@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.settings import AtLeast0, AtLeast1, AtLeast2, check_fields
-from esper.leyline.stages import HostFamily
 
 
 def max_pool_2x2(h: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.stages import HostFamily
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.structure import Structure, described, flatten, selection, unflatten
 
 

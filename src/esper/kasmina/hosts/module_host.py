@@ -55,8 +55,8 @@ from esper.kasmina.parameters.layout import (
 )
 from esper.kasmina.parameters.population import OWN_STATE, prepared
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.random import seeded_generators
-from esper.leyline.stages import HostFamily
 from esper.leyline.structure import flatten, unflatten
 
 

@@ -16,8 +16,8 @@ from esper.kasmina.blueprints.layers import CausalAttention, Positions
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import HostFamily
 from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
-from esper.leyline.stages import HostFamily
 
 INIT_STD = 0.02
 """Of the weights of all linear layers and embeddings. The logits start near zero, the loss near ln(vocabulary)."""

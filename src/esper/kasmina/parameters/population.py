@@ -41,10 +41,10 @@ from esper.kasmina.parameters.layout import (
     refuse_frozen,
 )
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
-from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.lifecycle import Algorithm, SeedStage
+from esper.leyline.messages import SeedCosts
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
-from esper.leyline.stages import Algorithm, SeedStage
 from esper.leyline.tensor_dataclass import StateTree, copy_into, named_tensors, tree_map, with_prefix
 
 

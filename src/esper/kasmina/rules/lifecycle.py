@@ -17,25 +17,37 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules import gates
-from esper.kasmina.rules.gates import LifecycleConfig
-from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.rules import conditions
+from esper.kasmina.rules.conditions import (
+    LifecycleConfig,
+    advance_active_seed,
+    at_target,
+    in_stages,
+    numbers,
+    resolve_target_slot,
+)
 from esper.kasmina.rules.slot_fields import release, select, vacate
-from esper.leyline.actions import (
+from esper.leyline.lifecycle import (
     ALPHA_CURVE_STEEPNESS,
     ALPHA_CURVES,
     ALPHA_SPEED_TICKS,
     ALPHA_TARGETS,
     FIRST_RAMP_STEEPNESS,
+    GROWING,
     NUM_OPS,
+    NUM_STAGE_VALUES,
     STYLE_ALGORITHM,
     STYLE_CURVE,
     TEMPO_TICKS,
+    Algorithm,
+    AlphaCurve,
+    AlphaMode,
+    Cause,
     Head,
     LifecycleOp,
+    SeedStage,
 )
-from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
-from esper.leyline.stages import GROWING, NUM_STAGE_VALUES, Algorithm, AlphaCurve, AlphaMode, Cause, SeedStage
+from esper.leyline.messages import GateReadings, HostState, SeedCosts, SlotState, Transitions
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
 
 _MIN_STEEPNESS = 0.1
@@ -162,15 +174,6 @@ _AFTER_TICK: dict[int, int] = {
 
 
 @tensor_dataclass
-class SeedCosts:
-    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
-
-    seed_params: Int[Tensor, "S P"]
-    gate_params: Int[Tensor, " S"]
-    selectable: Bool[Tensor, " P"]
-
-
-@tensor_dataclass
 class OpEffects:
     """Effects of the ops. `requested` marks slots with a legal ADVANCE; `tick` decides whether it succeeds."""
 
@@ -182,7 +185,7 @@ class OpEffects:
     fossilized: Bool[Tensor, "N S"]
     transitions: Transitions
     g5_asked: Bool[Tensor, "N S"]
-    g5: gates.GateResult
+    g5: conditions.GateResult
 
 
 @tensor_dataclass
@@ -240,7 +243,7 @@ def apply_ops(
 
     germinated = aimed[LifecycleOp.GERMINATE] & costs.selectable[chosen.blueprint]
     g5_asked = aimed[LifecycleOp.FOSSILIZE]
-    g5 = gates.gate_5(slots, t, config)
+    g5 = conditions.gate_5(slots, t, config)
     fossilized = g5_asked & g5.passed
     pruned = aimed[LifecycleOp.PRUNE] & ((chosen.ticks == 0) | (slots.alpha == 0.0))
     scheduled = aimed[LifecycleOp.PRUNE] ^ pruned
@@ -338,8 +341,8 @@ def tick(
     removed = ramping & (slots.alpha_mode == AlphaMode.HOLD) & (slots.alpha_target == 0.0)
 
     asked = (in_stages(stage, _automatic(config)) | effects.requested) & ~removed
-    g2, g3 = gates.gate_2(slots, epochs, hosts.val_acc, config), gates.gate_3(slots, epochs, config)
-    readings = gates.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
+    g2, g3 = conditions.gate_2(slots, epochs, hosts.val_acc, config), conditions.gate_3(slots, epochs, config)
+    readings = conditions.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
     advanced = asked & readings.passed
     cooled = epochs >= _cooldown(config.embargo_epochs, stage.device)[stage]
     moved = advanced | removed | cooled

@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import FIRST_RAMP_STEEPNESS, LifecycleOp
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import FIRST_RAMP_STEEPNESS, AlphaCurve, AlphaMode, LifecycleOp, SeedStage
 from esper.leyline.messages import HostState, Measurements, SlotState
-from esper.leyline.stages import AlphaCurve, AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import replace, where
 
 _NAN = float("nan")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES

@@ -16,15 +16,24 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
+from esper.leyline.lifecycle import LifecycleOp
 from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import controllers as known
-from esper.runs.evaluation.controllers import DERIVED, REFERENCE, TRAINED, Controller, Trained
-from esper.runs.evaluation.outcomes import SEED_OFFSET, Outcome, OutcomeStore, key_of, run_controller
-from esper.runs.evaluation.results import LEAST_UNITS, ControllerResult, Size, results, verdict
+from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
+from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.results import (
+    LEAST_UNITS,
+    REFERENCE,
+    TRAINED,
+    ControllerResult,
+    Outcome,
+    Size,
+    results,
+    verdict,
+)
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label

@@ -27,9 +27,10 @@ from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, ne
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below
-from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
+from esper.runs.assembly.clients import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain
+from esper.runs.evaluation.results import COMMON, REFERENCE, TRAINED
 from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.training.checkpoint import (
@@ -49,10 +50,9 @@ from esper.tasks import null
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing
 
-REFERENCE = "wait_only"
-TRAINED, UNTRAINED = "trained", "untrained"
+UNTRAINED = "untrained"
 BEST_SCHEDULE = "best_schedule"
-COMMON, BIG_HOST = "static_common", "big_host"
+BIG_HOST = "big_host"
 DERIVED = (STATIC, COMMON, BIG_HOST)
 """Baselines that need the outcome of another controller."""
 _FREE = ("num_envs", "data")

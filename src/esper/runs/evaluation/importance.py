@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
+from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig

@@ -19,7 +19,7 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
@@ -35,32 +35,24 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.manifest import GrowthManifest, manifests, planting_of
 from esper.leyline.messages import EngineSpec
-from esper.leyline.stages import Algorithm, SeedStage
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation.controllers import Controller
+from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import training_bounds
+from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 
 BACKWARD = 2
 """Forward passes that one backward pass counts as."""
 _TRAINED = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
-
-
-@dataclass(frozen=True)
-class TrainingCost:
-    """FLOPs of each host [N], float64: of one example in the kept network, of its training, of its measurements."""
-
-    per_example: np.ndarray
-    training: np.ndarray
-    measuring: np.ndarray
 
 
 @final
@@ -137,25 +129,6 @@ class CostMeter:
 
 SEED_OFFSET = 1_000_000
 """Added to the training seed, so that evaluation hosts differ from all training hosts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Results of one controller on N hosts.
-
-    Attributes:
-        stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
-        grown: structure of each kept network.
-        cost: in FLOPs; None for scripted hosts, which are not networks.
-        note: that of the controller.
-    """
-
-    name: str
-    stats: RolloutStats
-    test_acc: np.ndarray
-    grown: tuple[GrowthManifest, ...] = ()
-    cost: TrainingCost | None = None
-    note: str = ""
 
 
 def run_controller(

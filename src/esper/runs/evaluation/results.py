@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from esper.leyline.manifest import GrowthManifest
 from esper.leyline.objective import Objective
-from esper.runs.evaluation.controllers import COMMON, REFERENCE, TRAINED
-from esper.runs.evaluation.outcomes import Outcome, TrainingCost
 from esper.runs.evaluation.tables import counted
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.losses import perplexity
+from esper.tolaria.state import RolloutStats
+
+REFERENCE, TRAINED, COMMON = "wait_only", "trained", "static_common"
+"""Controllers with a part of their own in the results."""
 
 RESAMPLES = 9_999
 LEVEL = 0.95
@@ -41,6 +44,34 @@ QUICK, CLAIM = 5, 10
 _CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
 
 Units = Float[np.ndarray, " U"]
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """FLOPs of each host [N], float64: of one example in the kept network, of its training, of its measurements."""
+
+    per_example: np.ndarray
+    training: np.ndarray
+    measuring: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Results of one controller on N hosts.
+
+    Attributes:
+        stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
+        grown: structure of each kept network.
+        cost: in FLOPs; None for scripted hosts, which are not networks.
+        note: that of the controller.
+    """
+
+    name: str
+    stats: RolloutStats
+    test_acc: np.ndarray
+    grown: tuple[GrowthManifest, ...] = ()
+    cost: TrainingCost | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

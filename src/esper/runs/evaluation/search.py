@@ -30,12 +30,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.leyline.actions import TEMPO_NAMES
 from esper.leyline.errors import ConfigError, command
 from esper.leyline.files import replacing
+from esper.leyline.lifecycle import TEMPO_NAMES
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.random import Stream, local_generator
-from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, reward_of
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
+from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.tables import plain_table
 from esper.runs.report import objective_of

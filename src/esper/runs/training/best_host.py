@@ -17,7 +17,8 @@ from esper.export.network import GrownNetwork
 from esper.leyline.errors import CheckpointError, ExportError
 from esper.leyline.manifest import manifests
 from esper.leyline.tensor_dataclass import StateTree, below
-from esper.runs.assembly.assemble import baseline_of, dataset_of, device_of, engine_of
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
+from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
 from esper.runs.training.checkpoint import load_newest, read_state, write_state

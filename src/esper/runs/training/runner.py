@@ -4,22 +4,18 @@ engine --steps----> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
 
 from esper.cpp.build import compiler
-from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, option
+from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
@@ -40,6 +36,7 @@ from esper.runs.training.checkpoint import (
     set_aside,
     state_digest,
 )
+from esper.runs.training.signals import stop_signals
 from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
@@ -57,12 +54,10 @@ from esper.telemetry.run_directory import (
     require_nothing_to_lose,
 )
 from esper.telemetry.sinks import SINKS, Hub, require_installed
-from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
-
-_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> None:
@@ -226,33 +221,6 @@ class Runner:
         return header, state
 
 
-@contextmanager
-def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
-
-    Signals reach the main thread alone: a run in another thread leaves them to it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    requested = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
-            raise KeyboardInterrupt
-        requested = True
-        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
-        request_stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
     """Train a new run in the directory `path`. Returns its summary, or None if it was stopped.
 
@@ -352,10 +320,10 @@ def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
     engine = parts.engine
     if engine.config.executor != "auto":
         why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
+        kind = "processes" if isinstance(engine.executor, ShardedExecutor) else "threads"
         workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
         yield f"executor: {engine.config.executor}{why}{workers}"
-    if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
+    if isinstance(engine.executor, NetworkExecutor | ShardedExecutor) and engine.executor.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
         yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
 

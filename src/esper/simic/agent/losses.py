@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.actions import HEADS
+from esper.leyline.lifecycle import HEADS
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 LOG_RATIO_LIMIT = 20.0

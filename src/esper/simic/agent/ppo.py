@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEAD_NAMES
 from esper.leyline.errors import TrainingError
+from esper.leyline.lifecycle import HEAD_NAMES
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
 from esper.leyline.errors import nearest
+from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_OPS, LifecycleOp
 from esper.leyline.messages import Hidden
 from esper.leyline.tensor_dataclass import (
     below,

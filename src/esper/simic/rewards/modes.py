@@ -27,9 +27,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.leyline.lifecycle import STAGE_POTENTIAL, LifecycleOp, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.reward_config import (
     GAMMA,

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.reward_config import GAMMA, RewardConfig
 

@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.lifecycle import BLENDED, GROWING, HAS_MODULE, LifecycleOp, SeedStage, stages_mask
 from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
-from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
 from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched
 from esper.simic.rewards.objective import ObjectiveReward

@@ -7,7 +7,7 @@ applicable.
 
 from typing import NamedTuple
 
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.lifecycle import LifecycleOp
 
 OP_NAMES = tuple(op.name for op in LifecycleOp)
 

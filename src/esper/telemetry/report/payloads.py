@@ -15,9 +15,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from esper.leyline.actions import HEADS, LifecycleOp
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of
+from esper.leyline.lifecycle import HEADS, LifecycleOp
 from esper.telemetry.anomalies import RULES
 from esper.telemetry.record.reader import evaluation_files
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of

@@ -18,8 +18,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import QueryError, RunDirectoryError, command
+from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, evaluation_files, open_record, read_lines, round_rows
 from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounded, rounds_of, segments, waterfall
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY

@@ -16,12 +16,9 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import training_bounds
+from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
-from esper.tolaria.executors.streamed import StreamedExecutor
 
 _NATIVE_BYTES = 2**24
 """Hosts whose largest activation of a batch has at most this many bytes run natively on a CPU: larger ones do not fit
@@ -61,15 +58,28 @@ def network_executor(
         except refusal as error:
             if config.num_envs > 1:  # a single host is no slower without it
                 warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
-    return StreamedExecutor(data), "streamed"
+    return _build("streamed", config, data), "streamed"
 
 
 def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor:
+    """The executor of that name, the only one that is imported."""
     if name == "native":
+        from esper.tolaria.executors.native.executor import NativeExecutor
+
         return NativeExecutor(data, threads=config.workers * torch.get_num_threads())
     if name == "fused":
+        from esper.tolaria.executors.fused import FusedExecutor
+
         return FusedExecutor(data)
+    from esper.tolaria.executors.streamed import StreamedExecutor
+
     return StreamedExecutor(data)
+
+
+def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
+    """`batch_bounds` of a step of training; raises ConfigError as it does."""
+    count = len(dataset.train) if task.batches_per_step is None else task.batches_per_step * task.batch_train
+    return batch_bounds(count, task.batch_train, task.last_batch)
 
 
 def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:

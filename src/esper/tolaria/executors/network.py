@@ -20,9 +20,9 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
-from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
@@ -30,8 +30,14 @@ from esper.tasks.losses import of_split
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions, PrefixPlan, plan_prefixes
 from esper.tolaria.engine_config import LossScaler
-from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass, empty_structure
-from esper.tolaria.executors.training import GradientStatistics
+from esper.tolaria.executors.protocol import (
+    EvaluationSplit,
+    GradientStatistics,
+    Structure,
+    TrainPass,
+    ValidationPass,
+    empty_structure,
+)
 
 _CPU = torch.device("cpu")
 _MAX_FLOATS, _MAX_FLOATS_ON_CPU = 2**24, 2**21
@@ -281,6 +287,10 @@ class NetworkExecutor(ABC):
         self.host_params = self.population.host_params
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
+
+    def working_bytes(self) -> int:
+        """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""
+        return 0
 
     @final
     def reset(self, episode: int) -> None:

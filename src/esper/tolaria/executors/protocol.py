@@ -12,13 +12,23 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.messages import SlotState
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import SeedStage
+from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import StateTree, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 
 EvaluationSplit = Literal["val", "test"]
+
+
+@tensor_dataclass
+class GradientStatistics:
+    """Of all slots [N, S], or of some seeds [R]; NaN (and False) where nothing was measured."""
+
+    norm: Float[Tensor, "*seeds"]
+    health: Float[Tensor, "*seeds"]
+    vanishing: Bool[Tensor, "*seeds"]
+    exploding: Bool[Tensor, "*seeds"]
+    ratio: Float[Tensor, "*seeds"]
 
 
 @tensor_dataclass

@@ -6,10 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
-from esper.leyline.messages import SlotState
-from esper.leyline.stages import SeedStage
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, SeedStage
+from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import StateTree, copy_into
 from esper.tasks import null
 from esper.tasks.null import NullSpec

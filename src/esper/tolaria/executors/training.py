@@ -21,10 +21,9 @@ from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.layout import FlatLayout, Template
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
 from esper.kasmina.parameters.population import Population, TrainingCopy
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.engine_config import LossScaler
-from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.protocol import GradientStatistics, Structure
 
 
 @dataclass(frozen=True)
@@ -196,17 +195,6 @@ def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | N
 _VANISHING = 1e-7
 _EXPLODING_CLIPS = 10.0
 _NO_GRADIENT = 1e-8
-
-
-@tensor_dataclass
-class GradientStatistics:
-    """Of all slots [N, S], or of some seeds [R]; NaN (and False) where nothing was measured."""
-
-    norm: Float[Tensor, "*seeds"]
-    health: Float[Tensor, "*seeds"]
-    vanishing: Bool[Tensor, "*seeds"]
-    exploding: Bool[Tensor, "*seeds"]
-    ratio: Float[Tensor, "*seeds"]
 
 
 def not_measured(num_envs: int, num_slots: int, device: torch.device) -> GradientStatistics:

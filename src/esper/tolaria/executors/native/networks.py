@@ -28,7 +28,7 @@ from esper.kasmina.parameters.layout import FlatLayout, buffer_layout, parameter
 from esper.kasmina.parameters.optimizers import OptimizerSpec, SGDState
 from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm
+from esper.leyline.lifecycle import Algorithm
 from esper.tolaria.coalitions import PrefixStep
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload, stride_of
 from esper.tolaria.executors.native.program import (

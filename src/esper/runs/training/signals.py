@@ -1,0 +1,37 @@
+"""A clean stop on signals."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
+
+
+@contextmanager
+def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
+
+    Signals reach the main thread alone: a run in another thread leaves them to it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    requested = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+        request_stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

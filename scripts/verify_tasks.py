@@ -22,9 +22,9 @@ from rich.console import Console
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.rules.conditions import LifecycleConfig
+from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.lifecycle import TEMPO_TICKS, HostFamily, LifecycleOp
-from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.tensor_dataclass import StateTree
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
@@ -235,8 +235,8 @@ def short_run(
     reports: list[StepReport] = []
     engine = build_engine(config, task, data, device, on_step=reports.append)
     names = registry.names()
-    engine.planted = [
-        GrowthManifest((GrownSlot(task.enabled[slot - 1], names[index], ALGORITHMS[n % 3]),))
+    engine.architectures = [
+        Architecture((PlacedSeed(task.enabled[slot - 1], names[index], ALGORITHMS[n % 3]),))
         for n, index in enumerate(selectable)
     ]
     play(engine, grow_one(selectable[0], slot, 1))

@@ -130,7 +130,7 @@ def by_kind(controllers: Sequence[Controller]) -> str:
 
 def grown(controllers: Sequence[Controller]) -> str:
     """What the first controller keeps on the hosts of each kind."""
-    kinds, structures = kinds_of(controllers[0]), controllers[0]["structures"]
+    kinds, structures = kinds_of(controllers[0]), controllers[0]["architectures"]
     lines = [
         "### What the controller keeps",
         "",

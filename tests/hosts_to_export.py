@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 import tiny
-from esper.leyline.manifest import GrownSlot, GrowthManifest
+from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.training import running_seeds
 from esper.tolaria.state import RolloutStats
 from toys import ToyClient
 
-TOPOLOGIES = tuple(
-    GrowthManifest(tuple(map(GrownSlot, tiny.SLOTS, *kinds)))
+ARCHITECTURES = tuple(
+    Architecture(tuple(map(PlacedSeed, tiny.SLOTS, *kinds)))
     for kinds in (
         (("conv_light", "attention", "norm"), ("ADD", "MULTIPLY", "GATE")),
         (("depthwise", "bottleneck", "conv_heavy"), ("GATE", "ADD", "MULTIPLY")),
@@ -31,12 +31,12 @@ class GrownHosts(NamedTuple):
     stats: RolloutStats
 
 
-def grown(*topologies: GrowthManifest, steps: int = 4, of: TaskSpec | None = None) -> GrownHosts:
-    """One host of each topology, of the tiny task or another one on its images."""
-    engine = tiny.engine(len(topologies), steps, of=of)
+def grown(*architectures: Architecture, steps: int = 4, of: TaskSpec | None = None) -> GrownHosts:
+    """One host of each architecture, of the tiny task or another one on its images."""
+    engine = tiny.engine(len(architectures), steps, of=of)
     client = ToyClient(engine.spec)
     engine.reset(client, 0)
-    engine.plant(topologies)
+    engine.start_with(architectures)
     stats = engine.rollout(client)
     assert stats is not None
     return GrownHosts(engine, stats)

@@ -249,7 +249,7 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
 
 
 def test_a_structure_that_is_given_grows_from_the_first_step(task):
-    found = grow(task, "static_final", steps=2, topology=["stem norm ADD"])
+    found = grow(task, "static_final", steps=2, architecture=["stem norm ADD"])
     assert [(seed.slot, seed.blueprint) for seed in found.network.description.seeds] == [("stem", "norm")]
     assert json.loads(found.timeline.text())[-1]["event"] == "end"
 

@@ -7,20 +7,20 @@ import pytest
 
 import tiny
 from esper.export.network import GrownNetwork
-from hosts_to_export import TOPOLOGIES, GrownHosts, grown
+from hosts_to_export import ARCHITECTURES, GrownHosts, grown
 
 
 @pytest.fixture(scope="session")
 def trained() -> GrownHosts:
     """Three hosts with every blueprint, and every algorithm in every slot."""
-    return grown(*TOPOLOGIES)
+    return grown(*ARCHITECTURES)
 
 
 @pytest.fixture(scope="session")
 def unshuffled() -> GrownNetwork:
     """A grown host that unshuffles its images."""
     task = tiny.task(host=replace(tiny.HOST, unshuffle=2))
-    hosts = grown(TOPOLOGIES[0], of=task)
+    hosts = grown(ARCHITECTURES[0], of=task)
     return GrownNetwork.of(hosts.engine, task, tiny.dataset(), hosts.stats, host=0)
 
 

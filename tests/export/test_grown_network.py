@@ -17,7 +17,7 @@ from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ExportError
 from esper.leyline.lifecycle import SeedStage
 from esper.tasks.registry import task_by_name
-from hosts_to_export import TOPOLOGIES, grown, outputs
+from hosts_to_export import ARCHITECTURES, grown, outputs
 from tiny import SLOTS
 from user_networks import Backbone, Encoder
 
@@ -40,7 +40,7 @@ def test_the_description_names_what_grew_and_how_well_it_does(network_of, host):
     hits = network.module(data.x).argmax(dim=1) == data.y
     assert (found.task, found.slots, found.unit, found.test) == ("tiny", tiny.SLOTS, "accuracy", 12.5)
     assert found.val == pytest.approx(100.0 * float(hits.float().mean()))
-    assert found.topology == TOPOLOGIES[host]
+    assert found.architecture == ARCHITECTURES[host]
     assert found.host == {"class": "esper.kasmina.hosts.cnn.CNNHostSpec", **asdict(tiny.HOST)}
     assert (found.input_shape, found.input_dtype, found.normalization) == ((1, 6, 6), "float32", None)
 
@@ -138,7 +138,7 @@ def test_a_seed_passes_the_gradient_of_its_input_on(algorithm, gate, alpha, slop
 def test_a_grown_host_with_a_frozen_backbone_is_the_same_as_files(loads, tmp_path):
     x = tiny.dataset().val.x
     of = tiny.task(host=ModuleHostSpec.of(partial(Backbone, loads=loads), SLOTS, x[:8]))
-    hosts = grown(TOPOLOGIES[0], TOPOLOGIES[1], of=of)
+    hosts = grown(ARCHITECTURES[0], ARCHITECTURES[1], of=of)
     network = GrownNetwork.of(hosts.engine, of, tiny.dataset(), hosts.stats, host=1)
     with torch.no_grad():
         want = network.module(x)

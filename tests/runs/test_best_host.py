@@ -17,7 +17,7 @@ from esper.runs.training import best_host
 from esper.runs.training.best_host import FILE, BestHost, better, read, save
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tolaria.engine import VectorizedEngine
-from hosts_to_export import TOPOLOGIES, grown
+from hosts_to_export import ARCHITECTURES, grown
 from small_runs import interrupted_at, main
 
 WEIGHTS = RewardConfig()
@@ -28,7 +28,7 @@ BEST = BestHost(
     val=62.5,
     loss=1.5,
     growth=1.25,
-    topology=("r0c0 conv_light ADD",),
+    architecture=("r0c0 conv_light ADD",),
     state={"place": torch.tensor([6, 12]), "executor.population.host.params": torch.arange(3.0)[None]},
 )
 
@@ -47,13 +47,13 @@ def episodes(run: Path) -> list[dict[str, float]]:
 
 
 def test_the_host_with_the_highest_j_is_taken_only_if_it_beats_the_best_so_far(monkeypatch):
-    engine, stats = grown(*TOPOLOGIES)
+    engine, stats = grown(*ARCHITECTURES)
     # 100 J = accuracy - 3 ln(growth): the smallest of three equal networks
     stats = replace(stats, committed_acc=np.full(3, 50.0), fossil_params=np.array([375, 0, 750]), episode=4)
     found = better(None, engine, stats, WEIGHTS)
     assert found is not None
     assert (found.round, found.host, found.objective, found.val) == (5, 1, 50.0, 50.0)
-    assert found.topology == TOPOLOGIES[1].lines
+    assert found.architecture == ARCHITECTURES[1].lines
     assert found.test is None
     monkeypatch.setattr(VectorizedEngine, "host_state", lambda *_: pytest.fail("copied without need"))
     for best in (found, replace(found, objective=50.5)):
@@ -103,7 +103,7 @@ def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_p
     assert main(["export", str(run), "--out", str(tmp_path / "best")]) == 0
     assert f"host {found['host']} of round {found['round']}, 100·J {found['objective']:.2f}" in capfd.readouterr().out
     network = load(tmp_path / "best")
-    assert network.description.topology.lines == tuple(found["topology"])
+    assert network.description.architecture.lines == tuple(found["architecture"])
     assert network.description.val == pytest.approx(found["val"])
     data = tiny.dataset().test
     accuracy = 100.0 * float((network.module(data.x).argmax(dim=1) == data.y).float().mean())

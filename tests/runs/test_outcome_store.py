@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import small_runs
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
@@ -20,7 +20,7 @@ from esper.runs.evaluation.results import Outcome
 from small_runs import contents, main
 
 CPU = torch.device("cpu")
-PLANTED = GrowthManifest.of_lines(["r0c0 norm ADD"])
+PLANTED = Architecture.of_lines(["r0c0 norm ADD"])
 assert small_runs
 
 
@@ -73,7 +73,7 @@ def test_scripted_hosts_have_no_cost(tmp_path: Path) -> None:
 
 def test_whatever_decides_an_outcome_changes_its_key() -> None:
     config = tiny_config()
-    grown = [derived("static_common", config, "x", [of], np.ones(1)) for of in (GrowthManifest(), PLANTED)]
+    grown = [derived("static_common", config, "x", [of], np.ones(1)) for of in (Architecture(), PLANTED)]
     keys = [
         key(), key(name="wait_only"), key(seed=8), key(hosts=3), key(tiny_config(episode_length=5)),
         key(tiny_config(lifecycle={"min_training_epochs": 2})), key(tiny_config(seed=1)),

@@ -12,8 +12,8 @@ import torch
 
 import small_runs
 import tiny
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
-from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
@@ -160,15 +160,15 @@ def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_
     found = compared([*names, *size], tmp_path / "report.json")
     rows = found["rows"]
     assert set(rows) == {*names, "wait_only"}
-    source = rows["fixed_schedule_fill"]["structures"]
+    source = rows["fixed_schedule_fill"]["architectures"]
     # the second host is rolled back in step 5, and a schedule does not germinate a lost seed again
     assert [len(structure["slots"]) for structure in source] == [3, 1, 3]
-    assert rows["static_final"]["structures"] == source
+    assert rows["static_final"]["architectures"] == source
     assert rows["static_final"]["ops"]["WAIT"] == 3 * 30 - 1  # one host is rolled back in one step
     assert rows["static_final"]["growth"] == rows["fixed_schedule_fill"]["growth"] > 1.0
     assert rows["static_final"]["committed"] > rows["wait_only"]["committed"]
     for structure in source:
-        GrowthManifest.of(structure)
+        Architecture.of(structure)
 
 
 def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
@@ -176,16 +176,16 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
 ) -> None:
     found = compared(["fixed_schedule", "static_final", str(run), "--num-envs", "2"], tmp_path / "report.json")
     rows = found["rows"]
-    assert rows["static_final"]["structures"] == rows["trained"]["structures"]
-    grown = any(structure["slots"] for structure in rows["trained"]["structures"])
-    said = "each host has the final structure of trained" if grown else "trained ended without fossilized seeds"
+    assert rows["static_final"]["architectures"] == rows["trained"]["architectures"]
+    grown = any(structure["slots"] for structure in rows["trained"]["architectures"])
+    said = "each host has the final architecture of trained" if grown else "trained ended without fossilized seeds"
     assert f"static_final: {said}" in capfd.readouterr().out
 
 
 def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit() -> None:
     config = resolve({"task": "tiny", "episode_length": 5, "workers": 1})
     source = outcome_of(baseline("wait_only", config), config, hosts=3, seed=3)
-    assert source.grown == (GrowthManifest(),) * 3
+    assert source.grown == (Architecture(),) * 3
     params = source.stats.host_params
     planted = derived("static_final", config, "idle", source.grown, params)
     static, waits = (outcome_of(c, config, hosts=3, seed=3) for c in (planted, baseline("wait_only", config)))
@@ -358,7 +358,7 @@ def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run:
 
 def test_static_common_is_the_most_frequent_structure() -> None:
     config = resolve({"task": "tiny", "episode_length": 3, "workers": 1})
-    rare, common = (GrowthManifest.of_lines([line]) for line in ("r0c0 norm ADD", "r0c1 norm MULTIPLY"))
+    rare, common = (Architecture.of_lines([line]) for line in ("r0c0 norm ADD", "r0c1 norm MULTIPLY"))
     controller = derived("static_common", config, "x", [rare, common, common], np.ones(3))
     assert controller.note == "static_common: r0c1 norm MULTIPLY (2 of 3 hosts of x)."
     assert outcome_of(controller, config, hosts=4).grown == (common,) * 4
@@ -376,7 +376,7 @@ def test_a_big_host_has_as_many_parameters_as_the_controller_ends_with_and_is_ch
     assert found.stats.host_params.tolist() == [375, 375]
     assert found.stats.fossil_params.tolist() == [183, 183]
     assert found.stats.growth.tolist() == pytest.approx([558 / 375] * 2)
-    assert found.grown == (GrowthManifest(),) * 2
+    assert found.grown == (Architecture(),) * 2
     same = derived("big_host", config, "x", (), np.array([375.0]))
     assert np.array_equal(
         outcome_of(same, config, hosts=2).stats.committed_acc,

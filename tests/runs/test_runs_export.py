@@ -1,4 +1,4 @@
-"""esper export: the best host of a run as files; and a topology that is trained again."""
+"""esper export: the best host of a run as files; and an architecture that is trained again."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,17 @@ import small_runs
 from esper.export.network import load
 from esper.runs.training.checkpoint import checkpoints
 from esper.tasks.registry import task_by_name
-from hosts_to_export import TOPOLOGIES
+from hosts_to_export import ARCHITECTURES
 from small_runs import contents, interrupted_at, main
 
-TOPOLOGY = ("--seed", "1", "--set", f"topology={json.dumps(list(TOPOLOGIES[0].lines))}")
+ARCHITECTURE = ("--seed", "1", "--set", f"architecture={json.dumps(list(ARCHITECTURES[0].lines))}")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two hosts with the same seeds from the first step, run by native code; nothing is learned but their weights."""
     path = tmp_path_factory.mktemp("export") / "run"
-    assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 0
+    assert small_runs.train(path, "tiny", 1, *ARCHITECTURE) == 0
     return path
 
 
@@ -38,7 +38,7 @@ def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path,
     best = int(np.argmax([line["objective"] for line in episode]))
     assert episode[1]["objective"] > episode[0]["objective"]
     assert network.description.val == pytest.approx(episode[best]["committed_accuracy"])
-    assert network.description.topology == TOPOLOGIES[0]
+    assert network.description.architecture == ARCHITECTURES[0]
     data = task_by_name("tiny").load(None, 0).test
     accuracy = 100.0 * float((network.module(data.x).argmax(dim=1) == data.y).float().mean())
     assert network.description.test == pytest.approx(accuracy)
@@ -67,10 +67,10 @@ def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
 def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score(tmp_path):
     path = tmp_path / "run"
     with interrupted_at(1, 3):
-        assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 130
+        assert small_runs.train(path, "tiny", 1, *ARCHITECTURE) == 130
     assert main(["export", str(path), "--out", str(tmp_path / "grown")]) == 0
     found = load(tmp_path / "grown").description
-    assert (found.topology, found.test) == (TOPOLOGIES[0], None)
+    assert (found.architecture, found.test) == (ARCHITECTURES[0], None)
     assert found.val is not None
 
 
@@ -91,11 +91,11 @@ def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
     assert "complete it with esper train --resume" in err
 
 
-def test_an_exported_topology_is_trained_from_new_weights_with_the_same_seeds(run, tmp_path, capfd):
+def test_an_exported_architecture_is_trained_from_new_weights_with_the_same_seeds(run, tmp_path, capfd):
     assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
     file = tmp_path / "grown" / "model.json"
     again = tmp_path / "again"
-    options = ["--out", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--topology", str(file)]
+    options = ["--out", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--architecture", str(file)]
     assert main(["train", *options]) == 0
     assert small_runs.summary(again)["rounds"] == 1
     assert {line["ops"]["WAIT"] for line in last_episode(again)} == {6}
@@ -104,25 +104,27 @@ def test_an_exported_topology_is_trained_from_new_weights_with_the_same_seeds(ru
     # the same seed and the same seeds: it is the run that the file came from
     assert small_runs.summary(again)["final_test_accuracy_mean"] == small_runs.summary(run)["final_test_accuracy_mean"]
     assert main(["evaluate", str(again)]) == 2
-    assert "trained a fixed topology and has no controller; its results are in summary.json" in capfd.readouterr().err
+    assert (
+        "trained a fixed architecture and has no controller; its results are in summary.json" in capfd.readouterr().err
+    )
 
 
-def test_a_run_with_a_topology_is_resumed_inside_an_episode_with_the_same_result(run, tmp_path):
+def test_a_run_with_an_architecture_is_resumed_inside_an_episode_with_the_same_result(run, tmp_path):
     path = tmp_path / "run"
     with interrupted_at(1, 3):
-        assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 130
+        assert small_runs.train(path, "tiny", 1, *ARCHITECTURE) == 130
     assert small_runs.resume(path) == 0
     assert small_runs.summary(path)["state_digest"] == small_runs.summary(run)["state_digest"]
 
 
-def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
+def test_static_final_starts_with_an_architecture_of_its_own(run, tmp_path, capfd):
     assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
     capfd.readouterr()
     names = ["static_final", "--task", "tiny", "--episode-length", "3", "--num-envs", "1"]
-    topology = ["--topology", str(tmp_path / "grown" / "model.json")]
-    assert main(["evaluate", *names, *topology, "--out", str(tmp_path / "out")]) == 0
+    architecture = ["--architecture", str(tmp_path / "grown" / "model.json")]
+    assert main(["evaluate", *names, *architecture, "--out", str(tmp_path / "out")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["controllers"]}
-    assert rows["static_final"]["structures"] == [TOPOLOGIES[0].tree()]
+    assert rows["static_final"]["architectures"] == [ARCHITECTURES[0].tree()]
     assert rows["wait_only"]["fossilized"] == 0.0
     assert "static_final: each host has r0c0 conv_light ADD" in capfd.readouterr().out
 
@@ -135,7 +137,7 @@ def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
         (["r0c0 conv_lihgt ADD"], "did you mean 'conv_light'"),
     ],
 )
-def test_a_topology_that_does_not_fit_is_refused_before_the_run(tmp_path, capfd, lines, message):
-    assert small_runs.train(tmp_path / "run", "tiny", 1, "--set", f"topology={json.dumps(lines)}") == 2
+def test_an_architecture_that_does_not_fit_is_refused_before_the_run(tmp_path, capfd, lines, message):
+    assert small_runs.train(tmp_path / "run", "tiny", 1, "--set", f"architecture={json.dumps(lines)}") == 2
     assert message in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

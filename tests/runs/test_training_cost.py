@@ -6,8 +6,8 @@ from test_runs_report import step
 import tiny
 from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
+from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.runs.evaluation.outcomes import CostMeter
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
@@ -18,10 +18,10 @@ HOST = 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)  # 6x6 pixels in block 0, 3x3 in
 CONV_LIGHT = registry.names().index("conv_light")
 
 
-def meter(hosts: int = 2, steps: int = 12, planted: tuple[GrowthManifest, ...] = ()) -> CostMeter:
+def meter(hosts: int = 2, steps: int = 12, architectures: tuple[Architecture, ...] = ()) -> CostMeter:
     engine = tiny.engine(hosts, steps)
     params = engine.executor.costs.seed_params.numpy()
-    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, planted)
+    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, architectures)
 
 
 def report(t: int, seed: int | None = None, *, gate: int = 0, measured: tuple[bool, ...] = (False,)):
@@ -89,8 +89,8 @@ def test_a_seed_with_more_parameters_than_its_blueprint_has_a_gate():
 
 
 def test_planted_seeds_cost_from_the_first_step():
-    grown = GrowthManifest((GrownSlot("r0c1", "conv_light", "GATE"),))
-    found = meter(planted=(GrowthManifest(), grown))
+    grown = Architecture((PlacedSeed("r0c1", "conv_light", "GATE"),))
+    found = meter(architectures=(Architecture(), grown))
     found(report(1, measured=(True,)))
     gated = added(1, CONV_LIGHT, True)
     assert found.training.tolist() == [40 * 3 * HOST, 40 * 3 * (HOST + gated)]

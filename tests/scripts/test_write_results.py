@@ -17,7 +17,7 @@ def controller(name, values, structures, **changes):
     row = {
         "name": name, "objective": sum(values) / 4, "objective_iqm": {"mean": values[1]}, "difference": difference,
         "committed": 80.0, "test": 79.5, "growth": 2.0, "training_flops": 3e6, "hosts": {"objective": values},
-        "structures": [{"slots": slots} for slots in structures],
+        "architectures": [{"slots": slots} for slots in structures],
         "instances": {"classes": [5, 5, 10, 10], "view": [0, 1, 0, 0]},
     }  # fmt: skip
     return row | changes

@@ -4,26 +4,26 @@ import numpy as np
 import pytest
 import torch
 
+from esper.leyline.architecture import Architecture, PlacedSeed, architectures_of
 from esper.leyline.lifecycle import AlphaMode, SeedStage
-from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree
 from toys import ToyClient, ToyReward, script
 
-NOTHING = GrowthManifest()
-TWO = GrowthManifest((GrownSlot("r0c0", "conv_light", "ADD"), GrownSlot("r1c0", "norm", "GATE")))
+NOTHING = Architecture()
+TWO = Architecture((PlacedSeed("r0c0", "conv_light", "ADD"), PlacedSeed("r1c0", "norm", "GATE")))
 LENGTH = 4
 S = SeedStage
 
 
-def planted(*grown: GrowthManifest, **settings: object):
+def planted(*grown: Architecture, **settings: object):
     """An engine after `reset` and `plant`, and who waits on it."""
     built = engine(len(grown), LENGTH, **settings)
     client = ToyClient(built.spec, script(len(grown), LENGTH, {}))
     built.reset(client, 0)
-    built.plant(grown)
+    built.start_with(grown)
     return built, client
 
 
@@ -64,7 +64,7 @@ def test_a_planted_seed_is_heard_learns_from_the_first_step_and_stays(executor: 
     learned = (seeds.params != born).any(dim=1).view(2, -1)
     assert learned.tolist() == [[True, False, True]] * 2
     stats = built.rollout(client)
-    assert manifests(stats.stage, stats.blueprint, stats.algorithm, built.spec) == (TWO, TWO)
+    assert architectures_of(stats.stage, stats.blueprint, stats.algorithm, built.spec) == (TWO, TWO)
     assert stats.ops[:, 0].tolist() == [LENGTH, LENGTH]
     assert stats.growth.min() > 1.0
     assert stats.val_acc.tolist() == stats.committed_acc.tolist()  # all active seeds are fossils
@@ -113,7 +113,7 @@ def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_
         client = ScriptedClient(make_baseline(name, built.spec), ToyReward())
         built.reset(client, 0)
         if name == "static_final":
-            built.plant((NOTHING, NOTHING))
+            built.start_with((NOTHING, NOTHING))
         trees[name] = []
         for _ in range(LENGTH):
             built.step(client)
@@ -125,7 +125,7 @@ def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_
 
 def test_a_scripted_host_can_be_planted_too() -> None:
     task = task_by_name("null")
-    some = GrowthManifest(tuple(GrownSlot(slot, "conv_light", "ADD") for slot in task.enabled[:2]))
+    some = Architecture(tuple(PlacedSeed(slot, "conv_light", "ADD") for slot in task.enabled[:2]))
     both = {}
     for name, grown in (("planted", some), ("empty", NOTHING)):
         built, client = planted(grown, of=task)

@@ -16,7 +16,7 @@ from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import Tally
-from hosts_to_export import TOPOLOGIES
+from hosts_to_export import ARCHITECTURES
 from tiny import same_tree
 from toys import ToyClient, action, script
 
@@ -157,7 +157,7 @@ def test_the_state_of_one_host_is_continued_by_an_engine_of_that_host_alone():
     engine = tiny.engine(4, LENGTH, of=of, distinct_hosts=2)  # hosts 2 and 3 have the data of 0 and 1
     client = ToyClient(engine.spec)
     engine.reset(client, 1)
-    engine.plant([*TOPOLOGIES, TOPOLOGIES[0]])
+    engine.start_with([*ARCHITECTURES, ARCHITECTURES[0]])
     stats = engine.rollout(client)
     tested = engine.test()
     for host in (0, 3):

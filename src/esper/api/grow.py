@@ -18,9 +18,9 @@ from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
-from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.clients import reward_of
@@ -314,9 +314,9 @@ def _client(
         warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):
-        if controller == STATIC and not config.topology:
+        if controller == STATIC and not config.architecture:
             raise ConfigError(
-                f"{STATIC} starts with a structure that is given; set topology, or use another controller."
+                f"{STATIC} starts with an architecture that is given; set architecture, or use another controller."
             )
         return controller, known.baseline(controller, config).make
     if isinstance(controller, Schedule):
@@ -347,7 +347,7 @@ def _grown(
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
     )
-    engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
+    engine.architectures = (Architecture.of_lines(config.architecture),) * best_of if config.architecture else ()
     client = make(engine.spec)
     with watch.progress, stop_signals(lambda: requests.append(True)):
         engine.reset(client, episode=0)

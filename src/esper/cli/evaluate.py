@@ -42,7 +42,7 @@ class Evaluate:
     """Hosts per controller and seed. (16)"""
     episode_length: Number = None
     """Control steps per episode. (as in the run, or set by the task)"""
-    topology: FilePath = None
+    architecture: FilePath = None
     """The model.json of an exported network that static_final starts with, if no run is given."""
     seed: Annotated[tyro.conf.UseAppendAction[tuple[int, ...]], placeholder("N")] = ()
     """Seed of the evaluation hosts: one for each run, or any number without runs. (training seed + 1000000)"""

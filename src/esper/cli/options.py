@@ -66,7 +66,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
 
     settings = {field.name for field in fields(RunConfig)}
     given = {name: value for name, value in vars(command).items() if name in settings and value not in (None, ())}
-    for name, convert in (("topology", _topology), ("data_dir", str), ("plugins", joined), ("sinks", joined)):
+    for name, convert in (("architecture", _architecture), ("data_dir", str), ("plugins", joined), ("sinks", joined)):
         if name in given:
             given[name] = convert(given[name])
     if "reward" in given:
@@ -74,13 +74,13 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     return nested(given | dict(map(_assignment, assignments)))
 
 
-def _topology(path: Path) -> list[str]:
+def _architecture(path: Path) -> list[str]:
     """The seeds that a model.json names; raises ExportError, or ConfigError if nothing grew."""
     from esper.export.grown import read_description
 
-    lines = list(read_description(path).topology.lines)
+    lines = list(read_description(path).architecture.lines)
     if not lines:
-        raise ConfigError(f"nothing grew in the network of {path}; leave --topology out.")
+        raise ConfigError(f"nothing grew in the network of {path}; leave --architecture out.")
     return lines
 
 

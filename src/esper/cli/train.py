@@ -48,7 +48,7 @@ class Train:
     """Hosts that train in parallel. (set by the preset)"""
     episode_length: Number = None
     """Control steps (host epochs) per round. (set by the task)"""
-    topology: FilePath = None
+    architecture: FilePath = None
     """The model.json of an exported network: train hosts with the same seeds from new weights, in one round, instead of
     a controller."""
     seed: Number = None
@@ -100,7 +100,7 @@ def train(command: Train) -> int:
         summary = runner.resume(config, path, console)
     else:
         given = overrides(command, joined(command.set))
-        if command.topology is not None:
+        if command.architecture is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
         path = command.out or free_folder(config, config.preset)
@@ -108,7 +108,7 @@ def train(command: Train) -> int:
     if summary is None:
         console.say(runner.stopped(path))
         return EXIT_STOPPED
-    if not config.topology:
+    if not config.architecture:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
         _say_against_best_schedule(config, path, console)
     return 0

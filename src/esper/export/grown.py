@@ -37,12 +37,12 @@ from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.hosts.transformer import Layer, TransformerHost
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import buffer_layout, parameter_layout
+from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import ConfigError, ExportError
-from esper.leyline.manifest import GrownSlot, GrowthManifest
 
 
 @dataclass(frozen=True)
-class GrownSeed(GrownSlot):
+class GrownSeed(PlacedSeed):
     """A seed of an exported host; `alpha` is below 1 only if it was still being blended in."""
 
     alpha: float = 1.0
@@ -135,7 +135,7 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
             own[name].copy_(value)
 
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +184,9 @@ class Description:
     origin: Origin | None = None
 
     @property
-    def topology(self) -> GrowthManifest:
+    def architecture(self) -> Architecture:
         """What grew, without weights."""
-        return GrowthManifest(tuple(GrownSlot(s.slot, s.blueprint, s.algorithm) for s in self.seeds))
+        return Architecture(tuple(PlacedSeed(s.slot, s.blueprint, s.algorithm) for s in self.seeds))
 
     def example(self, batch: int = 2) -> Tensor:
         """Made-up inputs [batch, ...]: a wave, or the tokens 0 and 1."""
@@ -197,7 +197,7 @@ class Description:
 
     def text(self) -> str:
         """The JSON document."""
-        tree = {"format": FORMAT, **asdict(self), "topology": self.topology.tree()}
+        tree = {"format": FORMAT, **asdict(self), "architecture": self.architecture.tree()}
         return json.dumps(tree, indent=1, allow_nan=False) + "\n"
 
 
@@ -213,18 +213,18 @@ def read_description(path: Path) -> Description:
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != FORMAT:
         raise ExportError(f"{path} has format {found!r}, but this version reads format {FORMAT}; {again}.")
-    expected = {f.name for f in fields(Description)} | {"format", "topology"}
+    expected = {f.name for f in fields(Description)} | {"format", "architecture"}
     if wrong := sorted(expected ^ tree.keys()):
         kind = "unknown" if wrong[0] in tree else "missing"
         raise ExportError(f"{path}: the key {wrong[0]!r} is {kind}; {again}.")
     try:
-        topology, _ = GrowthManifest.of(tree.pop("topology")), tree.pop("format")
+        architecture, _ = Architecture.of(tree.pop("architecture")), tree.pop("format")
         description = TypeAdapter(Description).validate_python(tree)
         description.example()
     except (ValidationError, AttributeError, ConfigError) as error:
         raise ExportError(f"{path} is damaged ({error}); {again}.") from error
-    if description.topology != topology:
-        raise ExportError(f"{path} was changed: its seeds are not those of its topology; {again}.")
+    if description.architecture != architecture:
+        raise ExportError(f"{path} was changed: its seeds are not those of its architecture; {again}.")
     return description
 
 

@@ -6,7 +6,7 @@
     fixed_schedule_fill   one seed in every slot at fixed steps (schedule `fill`)
     heuristic             hand-written rules
     explore_then_commit   measures some blueprints on each host, then grows the best of them
-    static_final          waits, on hosts that start with the final structure of another controller
+    static_final          waits, on hosts that start with the final architecture of another controller
 
 Shape legend: N = hosts, S = slots, V = values of a head.
 """

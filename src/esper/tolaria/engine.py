@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.lifecycle import memory_of, planted
+from esper.kasmina.rules.lifecycle import memory_of, with_fossils
 from esper.kasmina.rules.slot_fields import require_known_stages
+from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
 from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
 from esper.tolaria import governor, phases
@@ -73,7 +73,7 @@ class VectorizedEngine:
         self.config, self.executor, self.spec = config, executor, spec
         self.listeners: list[StepListener] = [] if on_step is None else [on_step]
         self._properties = properties
-        self.planted: Sequence[GrowthManifest] = ()
+        self.architectures: Sequence[Architecture] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
         self.episode = -1
@@ -106,8 +106,8 @@ class VectorizedEngine:
         self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
-        if self.planted:
-            self.plant(self.planted)
+        if self.architectures:
+            self.start_with(self.architectures)
 
     def warm_up(self, num_terms: int) -> None:
         """Compile the phases once, for a reward of `num_terms` terms; `reset` calls this. May raise ConfigError."""
@@ -122,16 +122,16 @@ class VectorizedEngine:
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
-    def plant(self, grown: Sequence[GrowthManifest]) -> None:
+    def start_with(self, grown: Sequence[Architecture]) -> None:
         """Give each host its structure, with fresh weights; between `reset` and the first step.
 
         Raises:
             ConfigError: the structures do not fit the hosts.
         """
-        assert self.t == 0, "seeds are planted before the first step"
-        kinds = planting_of(grown, self.spec)
+        assert self.t == 0, "seeds are placed before the first step"
+        kinds = architecture_arrays(grown, self.spec)
         blueprint, algorithm = (torch.from_numpy(kind).to(self.spec.device) for kind in kinds)
-        slots, hosts = planted(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
+        slots, hosts = with_fossils(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
         self._coalitions = self._enumerate(self._state, 1)
         now = structure_now(0, self._state, self._coalitions)

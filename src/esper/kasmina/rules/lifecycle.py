@@ -4,7 +4,7 @@
     apply_ops   the sampled op of each host, if it is legal and its gate passes
     tick        clocks, alpha, scheduled prunes, cooldown, automatic gates; the only writer of clocks
     feedback    success and effective op, for the next observation
-    planted     an episode begins with fossilized seeds
+    with_fossils  an episode begins with fossilized seeds
 
 Every decision is a mask over hosts and slots; networks, optimizers and rewards are unknown here.
 """
@@ -420,7 +420,7 @@ def feedback(
     return hosts, success, effective
 
 
-def planted(
+def with_fossils(
     slots: SlotState,
     hosts: HostState,
     blueprint: Int[torch.Tensor, "N S"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from esper.leyline.manifest import GrowthManifest, planting_of
+from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.messages import ClientProtocol
 from esper.runs.assembly.clients import baseline_of, learner_of
 from esper.runs.assembly.plugins import load_plugins
@@ -176,10 +176,10 @@ def assemble(
         compile="on" if is_compiled(config.compile, device) else "off",
     )
     client: ClientProtocol
-    if config.topology:
+    if config.architecture:
         client = baseline_of(STATIC, config, engine.spec)
-        engine.planted = (GrowthManifest.of_lines(config.topology),) * engine.spec.num_envs
-        planting_of(engine.planted, engine.spec)  # refuses what does not fit
+        engine.architectures = (Architecture.of_lines(config.architecture),) * engine.spec.num_envs
+        architecture_arrays(engine.architectures, engine.spec)  # refuses what does not fit
     else:
         client = learner_of(config, engine.spec)
     engine.warm_up(len(client.terms))

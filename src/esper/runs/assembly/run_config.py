@@ -87,7 +87,7 @@ class RunConfig:
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
     CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""
-    topology: tuple[str, ...] = ()
+    architecture: tuple[str, ...] = ()
     """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
     no controller is trained."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"

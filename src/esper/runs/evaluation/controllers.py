@@ -5,8 +5,8 @@ policies    files that end in .json
 trained     the policy of a run; `untrained` is its network at initialization
 derived     baselines that start with what another controller, their *source*, has grown:
 
-static_final    every host has the final structure that the source gave it, from the first step
-static_common   every host has the most frequent final structure of the source
+static_final    every host has the final architecture that the source gave it, from the first step
+static_common   every host has the most frequent final architecture of the source
 big_host        no seeds; a wider host with about as many parameters as the source ends with
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import HostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
-from esper.leyline.manifest import GrowthManifest
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below
 from esper.runs.assembly.clients import baseline_of, learner_of, policy_file_client, reward_of
@@ -70,7 +70,7 @@ class Controller:
     Attributes:
         name: in tables. make: the client for an engine.
         identity: plain values that decide, with the configuration, what it does; for the key of a stored outcome.
-        planted: structure that each host has from the first step; one for all hosts, or one for each.
+        architectures: the architecture that each host has from the first step; one for all hosts, or one for each.
         host: architecture instead of that of the task, or None.
         note: a sentence about it, or "".
     """
@@ -78,7 +78,7 @@ class Controller:
     name: str
     make: Maker
     identity: Mapping[str, Any] = field(default_factory=dict)
-    planted: tuple[GrowthManifest, ...] = ()
+    architectures: tuple[Architecture, ...] = ()
     host: HostSpec | None = None
     note: str = ""
 
@@ -171,22 +171,24 @@ def _best_schedule(config: RunConfig, spec: EngineSpec) -> ClientProtocol:
 def source_of(controllers: Sequence[str], config: RunConfig) -> str | None:
     """The controller that the derived ones among these names start with: the trained one, else the first that grows.
 
-    None where nothing is derived, or `static_final` has a topology of its own. Raises ConfigError if none can grow.
+    None where nothing is derived, or `static_final` has an architecture of its own. Raises ConfigError if none can
+    grow.
     """
-    derived = [name for name in controllers if name in DERIVED and not (name == STATIC and config.topology)]
+    derived = [name for name in controllers if name in DERIVED and not (name == STATIC and config.architecture)]
     if not derived:
         return None
     growing = [name for name in (TRAINED, *controllers) if name in controllers and name not in (*DERIVED, REFERENCE)]
     if not growing:
         raise ConfigError(
-            f"{derived[0]} starts with what another controller has grown, and none is named; add a run directory, one "
-            f"of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}, or {option('topology')}."
+            f"{derived[0]} starts with what another controller has grown, and none is named; add a run directory, "
+            f"{option('architecture')}, or one of "
+            f"{', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}."
         )
     return growing[0]
 
 
 def derived(
-    name: str, config: RunConfig, source: str | None, grown: Sequence[GrowthManifest], params: np.ndarray
+    name: str, config: RunConfig, source: str | None, grown: Sequence[Architecture], params: np.ndarray
 ) -> Controller:
     """A derived baseline; `grown` and `params` [N] are the structures and the sizes of the networks of its source.
 
@@ -199,19 +201,19 @@ def derived(
         host = _widened(config, target)
         note = f"{BIG_HOST}: {words(host)}, {host.num_params():,} parameters; {source} ends with {target:,.0f}."
         return Controller(name=name, make=make, identity={"host": repr(host)}, host=host, note=note)
-    if name == STATIC and config.topology:
-        planted: tuple[GrowthManifest, ...] = (GrowthManifest.of_lines(config.topology),)
-        note = f"{STATIC}: each host has {', '.join(config.topology)} from step 1."
+    if name == STATIC and config.architecture:
+        architectures: tuple[Architecture, ...] = (Architecture.of_lines(config.architecture),)
+        note = f"{STATIC}: each host has {', '.join(config.architecture)} from step 1."
     elif name == STATIC:
-        planted, note = tuple(grown), f"{STATIC}: each host has the final structure of {source} from step 1."
-        if not any(manifest.slots for manifest in grown):
+        architectures, note = tuple(grown), f"{STATIC}: each host has the final architecture of {source} from step 1."
+        if not any(architecture.slots for architecture in grown):
             note = f"{STATIC}: {source} ended without fossilized seeds, so this equals {REFERENCE}."
     else:
         (common, times), *_ = Counter(grown).most_common(1)  # of equally frequent ones the first
-        planted = (common,)
+        architectures = (common,)
         note = f"{COMMON}: {', '.join(common.lines) or 'no seeds'} ({times} of {len(grown)} hosts of {source})."
-    identity = {"planted": [manifest.sha256 for manifest in planted]}
-    return Controller(name=name, make=make, identity=identity, planted=planted, note=note)
+    identity = {"architectures": [architecture.sha256 for architecture in architectures]}
+    return Controller(name=name, make=make, identity=identity, architectures=architectures, note=note)
 
 
 def _widened(config: RunConfig, target: float) -> HostSpec:
@@ -237,8 +239,10 @@ def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool 
 
     With `transfer` the task may be another one, as long as the network of the policy fits.
     """
-    if config.topology:
-        raise CheckpointError(f"{run} trained a fixed topology and has no controller; its results are in {SUMMARY}.")
+    if config.architecture:
+        raise CheckpointError(
+            f"{run} trained a fixed architecture and has no controller; its results are in {SUMMARY}."
+        )
     folder = run / CHECKPOINTS
     if best and not (folder / BEST).exists():
         newest = f"the newest is {found[0].name}" if (found := checkpoints(folder)) else "it has no other either"

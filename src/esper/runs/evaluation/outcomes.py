@@ -33,10 +33,10 @@ from esper.export.grown import plain as as_module
 from esper.export.network import flops
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.architecture import Architecture, architecture_arrays, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
 from esper.leyline.lifecycle import Algorithm, SeedStage
-from esper.leyline.manifest import GrowthManifest, manifests, planting_of
 from esper.leyline.messages import EngineSpec
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
@@ -62,7 +62,7 @@ class CostMeter:
     Args:
         task: of the hosts. dataset: their data. spec: of the engine.
         seed_params: parameters of each blueprint by slot [S, P], from the executor.
-        planted: structure that each host has from the first step, if any.
+        architectures: the architecture that each host has from the first step, if any.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CostMeter:
         dataset: Dataset,
         spec: EngineSpec,
         seed_params: np.ndarray,
-        planted: Sequence[GrowthManifest] = (),
+        architectures: Sequence[Architecture] = (),
     ) -> None:
         host = task.host
         assert host is not None, f"task {task.name!r} has no networks"
@@ -90,8 +90,8 @@ class CostMeter:
         self.training, self.measuring = np.zeros(spec.num_envs), np.zeros(spec.num_envs)
         # what each slot adds to the forward passes of the next step
         self._seeds = np.zeros((spec.num_envs, spec.num_slots))
-        if planted:
-            blueprint, algorithm = planting_of(planted, spec)
+        if architectures:
+            blueprint, algorithm = architecture_arrays(architectures, spec)
             self._seeds = self.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
 
     def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
@@ -174,12 +174,12 @@ def run_controller(
         on_step=listen,
         task=task,
     )
-    planted = controller.planted * (num_envs if len(controller.planted) == 1 else 1)
+    architectures = controller.architectures * (num_envs if len(controller.architectures) == 1 else 1)
     client = controller.make(engine.spec)
-    engine.planted = planted
+    engine.architectures = architectures
     if dataset is not None:
         (seed_params,) = host_read(engine.executor.costs.seed_params)
-        meter = CostMeter(task, dataset, engine.spec, seed_params, planted)
+        meter = CostMeter(task, dataset, engine.spec, seed_params, architectures)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None
@@ -188,7 +188,7 @@ def run_controller(
         name=controller.name,
         stats=_charged(stats, config) if controller.host is not None else stats,
         test_acc=test_acc,
-        grown=manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
+        grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
         cost=meter.cost(stats) if meter else None,
         note=controller.note,
     )
@@ -301,7 +301,7 @@ class OutcomeStore:
             name=tree["name"],
             stats=RolloutStats(**parts["stats"], episode=tree["episode"], cost=cost, instance=instance),
             test_acc=arrays["test_acc"],
-            grown=tuple(GrowthManifest.of_lines(lines) for lines in tree["grown"]),
+            grown=tuple(Architecture.of_lines(lines) for lines in tree["grown"]),
             cost=TrainingCost(**parts["cost"]) if parts["cost"] else None,
             note=tree["note"],
         )
@@ -313,7 +313,7 @@ class OutcomeStore:
             "key": dict(key),
             "name": outcome.name,
             "note": outcome.note,
-            "grown": [manifest.lines for manifest in outcome.grown],
+            "grown": [architecture.lines for architecture in outcome.grown],
             "episode": stats.episode,
             "cost": vars(stats.cost),
         }

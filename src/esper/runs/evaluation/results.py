@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from esper.leyline.manifest import GrowthManifest
+from esper.leyline.architecture import Architecture
 from esper.leyline.objective import Objective
 from esper.runs.evaluation.tables import counted
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
@@ -61,7 +61,7 @@ class Outcome:
 
     Attributes:
         stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
-        grown: structure of each kept network.
+        grown: architecture of each kept network.
         cost: in FLOPs; None for scripted hosts, which are not networks.
         note: that of the controller.
     """
@@ -69,7 +69,7 @@ class Outcome:
     name: str
     stats: RolloutStats
     test_acc: np.ndarray
-    grown: tuple[GrowthManifest, ...] = ()
+    grown: tuple[Architecture, ...] = ()
     cost: TrainingCost | None = None
     note: str = ""
 
@@ -167,7 +167,7 @@ class ControllerResult:
         flops: of one example in the kept network. training_flops, measuring_flops: of a host, see `CostMeter`.
         seconds: wall time of all its episodes.
         shaped_return: undiscounted sum of rewards; a diagnostic that does not rank controllers.
-        hosts: the values of every host, group after group. structures: `GrowthManifest.tree` of every host.
+        hosts: the values of every host, group after group. architectures: `Architecture.tree` of every host.
         instances: properties of every host by name; empty where hosts are equal.
         units: the values of 100·J that the statistics are of.
     """
@@ -198,7 +198,7 @@ class ControllerResult:
     ops: dict[str, int]
     units: list[float]
     hosts: dict[str, list[float]]
-    structures: list[dict[str, Any]]
+    architectures: list[dict[str, Any]]
     instances: dict[str, list[float]]
 
 
@@ -277,7 +277,7 @@ def _result(
         ops=ops_by_name(np.concatenate([s.ops for s in stats])),
         units=units.tolist(),
         hosts={name: values.reshape(-1).tolist() for name, values in hosts.items()},
-        structures=[manifest.tree() for outcome in outcomes for manifest in outcome.grown],
+        architectures=[architecture.tree() for outcome in outcomes for architecture in outcome.grown],
         instances={name: [float(x) for s in stats for x in s.instance[name]] for name in stats[0].instance},
     )
 

@@ -14,8 +14,8 @@ import torch
 
 from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
+from esper.leyline.architecture import architectures_of
 from esper.leyline.errors import CheckpointError, ExportError
-from esper.leyline.manifest import manifests
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import baseline_of
@@ -39,7 +39,7 @@ class BestHost:
     Attributes:
         round: from 1. host: its global number. objective: its 100·J. val, test: figures of merit (points) of its
             committed network; `test` is None until the run is complete. loss: on the validation split.
-        topology: its permanent seeds, as in config.toml. growth: (host + fossilized parameters) / host parameters.
+        architecture: its permanent seeds, as in config.toml. growth: (host + fossilized parameters) / host parameters.
         state: that of an engine of this host alone.
     """
 
@@ -49,14 +49,14 @@ class BestHost:
     val: float
     loss: float
     growth: float
-    topology: tuple[str, ...]
+    architecture: tuple[str, ...]
     test: float | None = None
     state: StateTree = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def about(self) -> dict[str, Any]:
         """All but the state, as plain values."""
-        plain = asdict(replace(self, state={})) | {"topology": list(self.topology)}
+        plain = asdict(replace(self, state={})) | {"architecture": list(self.architecture)}
         del plain["state"]
         return plain
 
@@ -85,7 +85,7 @@ def better(
         val=float(stats.committed_acc[n]),
         loss=float(stats.committed_loss[n]),
         growth=float(stats.growth[n]),
-        topology=manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec)[n].lines,
+        architecture=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec)[n].lines,
         state=state,
     )
 
@@ -131,7 +131,7 @@ def read(folder: Path) -> BestHost | None:
         return None
     try:
         about, state = read_state(path)
-        return BestHost(**about | {"topology": tuple(about["topology"])}, state=state)
+        return BestHost(**about | {"architecture": tuple(about["architecture"])}, state=state)
     except (TypeError, KeyError, CheckpointError) as error:
         raise CheckpointError(
             f"{error} Move {path} away to go on without the best host of the rounds so far."

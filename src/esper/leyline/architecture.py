@@ -1,4 +1,4 @@
-"""The grown structure of a host without its weights, from which the same structure can be built again.
+"""The grown architecture of a host without its weights, from which the same architecture can be built again.
 
     {"slots": [{"slot": "r0c0", "blueprint": "conv_light", "algorithm": "ADD"}], "sha256": "5d4f..."}
 
@@ -19,8 +19,8 @@ from esper.leyline.messages import EngineSpec
 
 
 @dataclass(frozen=True)
-class GrownSlot:
-    """One permanent seed, e.g. GrownSlot("r0c0", "conv_light", "ADD")."""
+class PlacedSeed:
+    """One permanent seed, e.g. PlacedSeed("r0c0", "conv_light", "ADD")."""
 
     slot: str
     blueprint: str
@@ -28,10 +28,10 @@ class GrownSlot:
 
 
 @dataclass(frozen=True)
-class GrowthManifest:
+class Architecture:
     """The permanent seeds of one host."""
 
-    slots: tuple[GrownSlot, ...] = ()
+    slots: tuple[PlacedSeed, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -49,43 +49,43 @@ class GrowthManifest:
         return tuple(" ".join((grown.slot, grown.blueprint, grown.algorithm)) for grown in self.slots)
 
     @classmethod
-    def of_lines(cls, lines: Sequence[str]) -> "GrowthManifest":
-        """The manifest of `lines`; raises ConfigError if one is not made of three words."""
+    def of_lines(cls, lines: Sequence[str]) -> "Architecture":
+        """The architecture of `lines`; raises ConfigError if one is not made of three words."""
         for line in lines:
             if len(line.split()) != 3:
                 raise ConfigError(
                     f"{line!r} does not name a seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
                 )
-        return cls(tuple(GrownSlot(*line.split()) for line in lines))
+        return cls(tuple(PlacedSeed(*line.split()) for line in lines))
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> "GrowthManifest":
-        """The manifest of a `tree`; raises ConfigError if the tree is malformed or does not match its digest."""
+    def of(cls, tree: Mapping[str, Any]) -> "Architecture":
+        """The architecture of a `tree`; raises ConfigError if the tree is malformed or does not match its digest."""
         try:
-            manifest = cls(tuple(GrownSlot(**row) for row in tree["slots"]))
+            architecture = cls(tuple(PlacedSeed(**row) for row in tree["slots"]))
             digest = tree["sha256"]
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{json.dumps(tree, default=str)[:80]} is not the structure of a host ({error}); use the output of "
+                f"{json.dumps(tree, default=str)[:80]} is not the architecture of a host ({error}); use the output of "
                 "`esper evaluate --out`."
             ) from error
-        if digest != manifest.sha256:
+        if digest != architecture.sha256:
             raise ConfigError(
-                f"a structure has the sha256 {str(digest)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
-                "changed after it was written; use the original output of `esper evaluate --out`."
+                f"an architecture has the sha256 {str(digest)[:12]}..., but its list has {architecture.sha256[:12]}...: "
+                "it was changed after it was written; use the original output of `esper evaluate --out`."
             )
-        return manifest
+        return architecture
 
 
-def manifests(
+def architectures_of(
     stage: np.ndarray, blueprint: np.ndarray, algorithm: np.ndarray, spec: EngineSpec
-) -> tuple[GrowthManifest, ...]:
-    """The manifest of each host, from its slots [N, S] at the end of an episode."""
+) -> tuple[Architecture, ...]:
+    """The architecture of each host, from its slots [N, S] at the end of an episode."""
     names = {int(a): a.name for a in Algorithm}
     return tuple(
-        GrowthManifest(
+        Architecture(
             tuple(
-                GrownSlot(spec.slot_ids[s], spec.blueprint_names[blueprint[n, s]], names[int(algorithm[n, s])])
+                PlacedSeed(spec.slot_ids[s], spec.blueprint_names[blueprint[n, s]], names[int(algorithm[n, s])])
                 for s in range(spec.num_slots)
                 if stage[n, s] == SeedStage.FOSSILIZED
             )
@@ -94,21 +94,21 @@ def manifests(
     )
 
 
-def planting_of(grown: Sequence[GrowthManifest], spec: EngineSpec) -> tuple[np.ndarray, np.ndarray]:
+def architecture_arrays(grown: Sequence[Architecture], spec: EngineSpec) -> tuple[np.ndarray, np.ndarray]:
     """Blueprint [N, S], -1 where nothing grows, and algorithm [N, S] of one structure per host.
 
     Raises:
         ConfigError: the number of hosts differs from `spec`, or a slot, blueprint or algorithm is unknown.
     """
     if len(grown) != spec.num_envs:
-        raise ConfigError(f"there are structures of {len(grown)} hosts for {spec.num_envs}; give one per host.")
+        raise ConfigError(f"there are architectures of {len(grown)} hosts for {spec.num_envs}; give one per host.")
     selectable = {spec.blueprint_names[i]: i for i in spec.selectable}
     algorithms = {a.name: int(a) for a in Algorithm}
     slots = {slot: s for s, slot in enumerate(spec.slot_ids)}
     blueprint = np.full((spec.num_envs, spec.num_slots), -1, dtype=np.int64)
     algorithm = np.zeros_like(blueprint)
-    for n, manifest in enumerate(grown):
-        for seed in manifest.slots:
+    for n, architecture in enumerate(grown):
+        for seed in architecture.slots:
             for kind, name, known in (
                 ("slot", seed.slot, slots),
                 ("blueprint", seed.blueprint, selectable),
@@ -116,10 +116,10 @@ def planting_of(grown: Sequence[GrowthManifest], spec: EngineSpec) -> tuple[np.n
             ):
                 if name not in known:
                     raise ConfigError(
-                        f"a structure has the {kind} {name!r}, which this run does not have; {nearest(name, known)}"
+                        f"an architecture has the {kind} {name!r}, which this run does not have; {nearest(name, known)}"
                     )
             place = n, slots[seed.slot]
             if blueprint[place] >= 0:
-                raise ConfigError(f"a structure names slot {seed.slot!r} twice; each slot holds one seed.")
+                raise ConfigError(f"an architecture names slot {seed.slot!r} twice; each slot holds one seed.")
             blueprint[place], algorithm[place] = selectable[seed.blueprint], algorithms[seed.algorithm]
     return blueprint, algorithm

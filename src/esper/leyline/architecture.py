@@ -71,7 +71,7 @@ class Architecture:
             ) from error
         if digest != architecture.sha256:
             raise ConfigError(
-                f"an architecture has the sha256 {str(digest)[:12]}..., but its list has {architecture.sha256[:12]}...: "
+                f"an architecture has the sha256 {str(digest)[:12]}..., but its list {architecture.sha256[:12]}...: "
                 "it was changed after it was written; use the original output of `esper evaluate --out`."
             )
         return architecture

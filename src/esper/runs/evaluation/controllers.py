@@ -180,9 +180,9 @@ def source_of(controllers: Sequence[str], config: RunConfig) -> str | None:
     growing = [name for name in (TRAINED, *controllers) if name in controllers and name not in (*DERIVED, REFERENCE)]
     if not growing:
         raise ConfigError(
-            f"{derived[0]} starts with what another controller has grown, and none is named; add a run directory, "
-            f"{option('architecture')}, or one of "
-            f"{', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}."
+            f"{derived[0]} starts with what another controller has grown, and none is named; add a run directory, one "
+            f"of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}, or "
+            f"{option('architecture')}."
         )
     return growing[0]
 

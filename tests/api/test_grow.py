@@ -238,7 +238,7 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         grow(task, "heuristik")
     with pytest.raises(RunDirectoryError, match=r"has no config\.toml"):
         grow(task, tmp_path)
-    with pytest.raises(ConfigError, match="static_final starts with a structure that is given"):
+    with pytest.raises(ConfigError, match="static_final starts with an architecture that is given"):
         grow(task, "static_final")
     with pytest.raises(ConfigError, match="the number of networks is best_of here"):
         grow(task, num_envs=3)

@@ -16,9 +16,10 @@ one for each validation example. What came before a copy is paid once. Under a b
 reproducible; one of minutes depends on the machine.
 """
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args
@@ -26,7 +27,6 @@ from typing import Annotated, Any, Literal, final, get_args
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
@@ -35,18 +35,20 @@ from esper.export.network import flops as flops_of
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, PlacedSeed
-from esper.leyline.errors import CheckpointError, ConfigError, option
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import Positive, check_fields
-from esper.leyline.tensor_dataclass import StateTree
+from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
+from esper.runs.evaluation import tables
 from esper.runs.evaluation.outcomes import BACKWARD
-from esper.runs.evaluation.tables import plain_table, short, text
+from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.runs.training.checkpoint import read_state, write_state
 from esper.tasks.datasets import Dataset
+from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.memory import predict
@@ -65,7 +67,7 @@ _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
-_SAVE_EVERY = 30.0
+SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
 
@@ -120,6 +122,54 @@ class Entry:
     def score(self, steps: int = 1) -> float:
         """Mean figure of merit of the last steps; -inf if there are none, or if the last loss is not finite."""
         return float(np.mean(self.val[-steps:])) if self.val and math.isfinite(self.loss[-1]) else -math.inf
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """All candidates of a growth, the best first; prints as a table.
+
+    Attributes:
+        entries: by the mean figure of merit of their last steps. chosen: place of the one that is kept.
+        test: its figure of merit on the test examples. unit: of both. spent: FLOPs, and seconds, of all together.
+    """
+
+    entries: tuple[Entry, ...]
+    chosen: int
+    test: float | None
+    unit: str
+    spent: float
+    seconds: float
+
+    @property
+    def pareto(self) -> tuple[int, ...]:
+        """Places of the entries than which no other has fewer parameters and a higher figure of merit."""
+        found, best = [], -math.inf
+        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.entries[i].score())):
+            if self.entries[i].score() > best:
+                found.append(i)
+                best = self.entries[i].score()
+        return tuple(sorted(found))
+
+    def __str__(self) -> str:
+        page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto")
+        for i, entry in enumerate(self.entries):
+            page.add_row(
+                str(entry.candidate),
+                str(len(entry.val)),
+                f"{entry.score():.2f}",
+                f"{self.test:.2f}" if i == self.chosen and self.test is not None else "",
+                f"{entry.params:,}",
+                *(short(value) for value in (entry.flops, entry.spent)),
+                "*" if i in self.pareto else "",
+            )
+        return (
+            tables.text(lambda console: console.print(page))
+            + f"val, test: {self.unit}; FLOPs of one example, and spent to train and measure the candidate; *: none is "
+            f"both smaller and better\n{short(self.spent)} FLOPs in {duration(self.seconds)}\n"
+        )
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -191,8 +241,10 @@ def longest(costs: Sequence[float], until: Sequence[float], budget: float, done:
     """The most steps, of which the stages end at the shares `until`, that cost at most `budget`.
 
     Args:
-        costs: FLOPs of one step in each stage that is left. until: the share of all steps at which it ends.
-        budget: FLOPs that are left. done: steps before.
+        costs: FLOPs of one step in each stage that is left.
+        until: the share of all steps at which each of them ends.
+        budget: FLOPs that are left.
+        done: steps before.
 
     Returns:
         At least one step for each stage, whatever that costs.
@@ -387,7 +439,9 @@ class Growth:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
         began = time.monotonic()
         factor = 0.5 * (1 + math.cos(math.pi * self.t / self.steps))
-        self._engine.executor.data.lr_factor = torch.tensor([self.entries[r].candidate.rate * factor for r in self.rows])
+        self._engine.executor.data.lr_factor = torch.tensor(
+            [self.entries[r].candidate.rate * factor for r in self.rows]
+        )
         self._engine.step(self._client)
         self._engine.apply_structure()  # the report comes now
         self.t += 1
@@ -416,7 +470,7 @@ class Growth:
         self._continue(chosen)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The candidate with one more seed in each way that the limit of parameters allows, in the order of the pool."""
+        """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""
         own = candidate.architecture.slots
         taken = {seed.slot for seed in own}
         order = self._engine.spec.slot_ids.index
@@ -477,3 +531,91 @@ class Growth:
         stats = self._engine.outcome()
         task = self._config.task_spec()
         return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row
+
+    def births(self, entry: int) -> list[tuple[PlacedSeed, int]]:
+        """The seeds of an entry, and the step after which each of them came."""
+        found: list[tuple[PlacedSeed, int]] = []
+        at: int | None = entry
+        while at is not None:
+            this = self.entries[at]
+            before = () if this.parent is None else self.entries[this.parent].candidate.architecture.slots
+            found += [(seed, this.born) for seed in this.candidate.architecture.slots if seed not in before]
+            at = this.parent
+        return found[::-1]
+
+    def leaderboard(self, entry: int, test: float | None) -> Leaderboard:
+        """All entries; `entry` is kept, and has this figure of merit on the test examples."""
+        order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score())
+        return Leaderboard(
+            entries=tuple(self.entries[i] for i in order),
+            chosen=order.index(entry),
+            test=test,
+            unit=self._config.task_spec().objective.unit,
+            spent=self.spent,
+            seconds=self.seconds,
+        )
+
+    # -- progress and persistence -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> str:
+        """What will happen, in a line."""
+        sizes = " -> ".join(str(stage.kept + stage.new) for stage in self._stages)
+        return (
+            f"plan: {counted(self.steps, 'step')}, candidates {sizes}, at most {short(self.spent + self._left())} FLOPs"
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the growth is, and the best candidate so far."""
+        best = max((self.entries[row] for row in self.rows), key=Entry.score)
+        many = counted(len(self.rows), "candidate")
+        return f"step {self.t}/{self.steps}, {many}, best {best.score():.2f} ({best.candidate})"
+
+    @property
+    def share(self) -> float:
+        """Share of the work that is done."""
+        ends = stage_ends([stage.until for stage in self._stages[self._stage :]], self.steps, self.t)
+        left = sum(of * (end - begin) for of, begin, end in zip(self._costs(), (self.t, *ends), ends, strict=False))
+        return self.spent / (self.spent + left) if self.t < self.steps else 1.0
+
+    def _key(self) -> dict[str, Any]:
+        """What decides the outcome, as JSON values."""
+        free = {"device", "threads", "workers", "data_dir", "executor"}
+        settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
+        key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
+               "stages": [asdict(stage) for stage in self._stages], "data": dict(self._dataset.identity)}  # fmt: skip
+        found: dict[str, Any] = json.loads(json.dumps(key, default=str))
+        return found
+
+    def write(self, file: Path) -> None:
+        """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
+        names = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end")
+        about = {name: getattr(self, name) for name in names} | {
+            "key": self._key(),
+            "entries": [asdict(entry) for entry in self.entries],
+            "best": self.best[:2] if self.best else None,
+        }
+        state = with_prefix("rows", self._engine.state_dict())
+        write_state(file, about, state | with_prefix("best", self.best[2] if self.best else {}))
+
+    def read(self, file: Path) -> None:
+        """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
+        about, state = read_state(file)
+        if about.get("key") != self._key():
+            raise CheckpointError(
+                f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
+                "file."
+            )
+        for name in ("t", "steps", "spent", "seconds", "rows", "_stage", "_end"):
+            setattr(self, name, about[name])
+        self.entries = [_entry_of(fields) for fields in about["entries"]]
+        self.best = (*about["best"], below("best", state)) if about["best"] else None
+        self._load(below("rows", state))
+
+
+def _entry_of(fields: Mapping[str, Any]) -> Entry:
+    """The entry of its `asdict`."""
+    candidate = fields["candidate"]
+    seeds = tuple(PlacedSeed(**seed) for seed in candidate["architecture"]["slots"])
+    return Entry(**dict(fields) | {"candidate": Candidate(Architecture(seeds), candidate["rate"])})

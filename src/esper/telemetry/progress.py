@@ -320,9 +320,9 @@ class PassProgress(_Display):
         if not self.is_live:
             self._console.say(f"esper: {what} ({self._whole + 1} of {self._total}, eta {self._eta()})")
 
-    def skip(self) -> None:
-        """A pass is not needed; it took no time."""
-        self._done, self._free = self._done + 1.0, self._free + 1.0
+    def skip(self, passes: float = 1.0) -> None:
+        """So many passes are not needed; they took no time."""
+        self._done, self._free = self._done + passes, self._free + passes
 
     def advance(self, share: float = 1.0) -> None:
         """So much of a pass is done."""

@@ -308,7 +308,9 @@ class ShardedExecutor:
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`, saved with any number of workers."""
         # copies: a pickled view would carry all rows
-        self._call("load_state_dict", lambda begin, end: (rows_of(state, self.num_envs, range(begin, end), "executor"),))
+        self._call(
+            "load_state_dict", lambda begin, end: (rows_of(state, self.num_envs, range(begin, end), "executor"),)
+        )
 
     def close(self) -> None:
         """End the workers; also done when the executor is garbage collected."""

@@ -308,30 +308,42 @@ class Growth:
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
         self._pool = self._affordable(self._architectures())
-        plain = self._prices.of_step(self._prices.flops(Architecture()))
         if budget.flops is None and budget.minutes is None:
-            self.budget = replace(budget, flops=PLAIN_RUNS * plain * (steps or config.episode_length))
+            alone = self._prices.of_step(self._prices.flops(Architecture()))
+            self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
         self._seconds_per_flop = self._trial() if self.budget.minutes else 0.0
-        runs = self._left() / (plain * (steps or config.episode_length))
-        begin, self._stages = self._plan("halving" if method == "auto" else method, runs)
         self._stage, self._fixed, self._last_step = 0, steps, 0.0
+        begin, self._stages = self._plan("halving" if method == "auto" else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, method: Method, runs: float) -> tuple[list[Candidate], tuple[Stage, ...]]:
-        """The first candidates and the stages of a method; `runs` is how many trainings of the network alone fit."""
-        if method == "plain":
-            chosen = [Candidate(rate=rate) for rate in RATES]
-            return chosen, (Stage(1.0, len(chosen)),)
+    def _plan(self, method: Method) -> tuple[list[Candidate], tuple[Stage, ...]]:
+        """The first candidates and the stages of a method.
+
+        There are as many candidates as leave `episode_length` steps for the one that is kept, or as many as were asked
+        for, and two steps for each stage.
+        """
+        plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
-        if method == "portfolio":
-            chosen = [Candidate(), *grown][: max(2, round(runs))]
-            return chosen, (Stage(1.0, len(chosen)),)
-        if method == "hill_climbing":
-            return [Candidate()], climbing_stages(climbs=max(1, min(self._num_slots, round(runs))), neighbours=4)
-        chosen = [*(Candidate(rate=rate) for rate in RATES), *grown][: max(3, min(round(3 * runs), self.steps // 2))]
-        return chosen, halving_stages(len(chosen))
+        plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
+        if method == "plain":
+            plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
+        elif method == "portfolio":
+            every = [plain[0], *grown]
+            plans = [(every[:count], (Stage(1.0, count),)) for count in range(len(every), 0, -1)]
+        elif method == "hill_climbing":
+            sizes = [(climbs, new) for climbs in range(self._num_slots, 0, -1) for new in (8, 4, 2)]
+            plans = [(plain[:1], climbing_stages(*size)) for size in sizes]
+        else:
+            every = [*plain, *grown]
+            plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
+        left, target = self._left(), self._fixed or self._config.episode_length
+        for candidates, stages in plans:
+            costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
+            if longest(costs, until, left) >= target and target * until[0] >= min(2, target):
+                break
+        return candidates, stages
 
     @property
     def _num_slots(self) -> int:
@@ -370,32 +382,36 @@ class Growth:
         in_time = math.inf if minutes is None else (60.0 * minutes * _IN_TIME - self.seconds) / per_flop
         return min(in_time, math.inf if flops is None else flops - self.spent)
 
-    def _costs(self) -> list[float]:
-        """FLOPs of a step in this stage, and at most in each later one: the most expensive candidates may be left."""
-        now = sorted((self._of_step(row) for row in self.rows), reverse=True)
-        nothing = self._prices.of_step(self._prices.flops(Architecture()))
-        seeds = [self._prices.of_step(self._prices.flops(one)) - nothing for one in self._pool if len(one.slots) == 1]
+    def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
+        """FLOPs of a step in the first of some stages, and at most in each later one: the dearest may be left."""
+        now = sorted((self._of_step(one) for one in candidates), reverse=True)
+        alone = self._of_step(Candidate())
+        seeds = [self._of_step(Candidate(one)) - alone for one in self._pool if len(one.slots) == 1]
         costs = [sum(now)]
-        for stage in self._stages[self._stage + 1 :]:
+        for stage in stages[1:]:
             kept = now[: stage.kept]
             now = sorted([*kept, *[kept[0] + max(seeds, default=0.0)] * stage.new], reverse=True)
             costs.append(sum(now))
         return costs
 
-    def _of_step(self, entry: int) -> float:
-        return self._prices.of_step(self.entries[entry].flops)
+    def _costs_left(self) -> list[float]:
+        return self._costs([self.entries[row].candidate for row in self.rows], self._stages[self._stage :])
+
+    def _of_step(self, candidate: Candidate) -> float:
+        return self._prices.of_step(self._prices.flops(candidate.architecture))
 
     def _replan(self) -> None:
         """As many steps as the budget allows; raises ConfigError if it does not hold one of each stage."""
-        costs, until, left = self._costs(), [stage.until for stage in self._stages[self._stage :]], self._left()
+        costs, until, left = self._costs_left(), [stage.until for stage in self._stages[self._stage :]], self._left()
         self.steps = self._fixed or longest(costs, until, left, self.t)
         ends = stage_ends(until, self.steps, self.t)
         least = sum(of * (end - begin) for of, begin, end in zip(costs, (self.t, *ends), ends, strict=False))
         if self.t == 0 and least > left:
             raise ConfigError(
-                f"the budget holds {short(left)} FLOPs, but {len(self.rows)} candidates with {self.steps} steps in "
-                f"all cost {short(least)}; allow more minutes or FLOPs, make steps shorter with batches_per_step, or "
-                "choose the method plain."
+                f"the budget holds {short(left)} FLOPs, but a step of the network alone costs "
+                f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
+                f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make steps "
+                f"shorter with batches_per_step."
             )
         self._end = ends[0]
 
@@ -446,8 +462,9 @@ class Growth:
         self._engine.apply_structure()  # the report comes now
         self.t += 1
         for row in self.rows:
-            self.entries[row].spent += self._of_step(row)
-            self.spent += self._of_step(row)
+            cost = self._of_step(self.entries[row].candidate)
+            self.entries[row].spent += cost
+            self.spent += cost
         if self._stage == len(self._stages) - 1:
             self._remember_best()
         elif self.t == self._end:
@@ -576,7 +593,9 @@ class Growth:
     def share(self) -> float:
         """Share of the work that is done."""
         ends = stage_ends([stage.until for stage in self._stages[self._stage :]], self.steps, self.t)
-        left = sum(of * (end - begin) for of, begin, end in zip(self._costs(), (self.t, *ends), ends, strict=False))
+        left = sum(
+            of * (end - begin) for of, begin, end in zip(self._costs_left(), (self.t, *ends), ends, strict=False)
+        )
         return self.spent / (self.spent + left) if self.t < self.steps else 1.0
 
     def _key(self) -> dict[str, Any]:

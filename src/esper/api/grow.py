@@ -282,6 +282,8 @@ def grow(
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
     load_plugins(plugins)
     spec, budget = spec_of(task), budget or Budget()
+    if best_of < 1:
+        raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if method in METHODS:
         if best_of != 1:
             raise ConfigError(
@@ -295,8 +297,6 @@ def grow(
             except KeyboardInterrupt:
                 raise Stopped("stopped; nothing was kept") from None
     run = _run_of(method)
-    if best_of < 1:
-        raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if budget.minutes or budget.flops or keep != "last" or unfinished:
         raise ConfigError(
             f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave minutes, "

@@ -96,8 +96,11 @@ class Candidate:
     rate: float = 1.0
 
     def __str__(self) -> str:
-        grown = ", ".join(f"{seed.blueprint} in {seed.slot}" for seed in self.architecture.slots) or "nothing grown"
-        return grown + (f", learning rate x {self.rate:.2g}" if self.rate != 1.0 else "")
+        slots: dict[str, list[str]] = {}
+        for seed in self.architecture.slots:
+            slots.setdefault(seed.blueprint, []).append(seed.slot)
+        grown = "; ".join(f"{blueprint} in {', '.join(of)}" for blueprint, of in slots.items()) or "the network alone"
+        return grown + (f"; learning rate x {self.rate:.2g}" if self.rate != 1.0 else "")
 
 
 @dataclass(kw_only=True)
@@ -152,21 +155,24 @@ class Leaderboard:
         return tuple(sorted(found))
 
     def __str__(self) -> str:
-        page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto")
-        for i, entry in enumerate(self.entries):
+        page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
+        rows = [
+            (entry, self.test if i == self.chosen else None, i in self.pareto) for i, entry in enumerate(self.entries)
+        ]
+        for entry, test, pareto in rows:
             page.add_row(
                 str(entry.candidate),
                 str(len(entry.val)),
                 f"{entry.score():.2f}",
-                f"{self.test:.2f}" if i == self.chosen and self.test is not None else "",
+                "" if test is None else f"{test:.2f}",
                 f"{entry.params:,}",
                 *(short(value) for value in (entry.flops, entry.spent)),
-                "*" if i in self.pareto else "",
+                "*" * pareto,
             )
         return (
-            tables.text(lambda console: console.print(page))
-            + f"val, test: {self.unit}; FLOPs of one example, and spent to train and measure the candidate; *: none is "
-            f"both smaller and better\n{short(self.spent)} FLOPs in {duration(self.seconds)}\n"
+            f"{tables.text(lambda console: console.print(page))}\nval, test: {self.unit}; FLOPs of one example, and "
+            "spent on the candidate; *: none has fewer parameters and more points.\n"
+            f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
         )
 
     __repr__ = __str__

@@ -39,7 +39,7 @@ def test_a_new_directory_holds_its_configuration_and_empty_records(tmp_path: Pat
 def test_a_path_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG).close()
     with pytest.raises(
-        RunDirectoryError, match=r"continue it with esper\.load\(.*\.resume\(\), or name another run_dir"
+        RunDirectoryError, match=r"continue it with esper\.load\(.*\.resume\(\), or name another out"
     ):
         require_free(tmp_path / "run")
     (tmp_path / "folder").mkdir()

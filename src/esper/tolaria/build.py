@@ -18,7 +18,6 @@ from esper.tolaria.engine_config import EngineConfig, chosen_amp
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.phases import PhaseForm, eager
 
 
 def _nothing() -> None:
@@ -38,7 +37,6 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
     prepare: Callable[[], None] = _nothing,
-    form: PhaseForm = eager,
 ) -> VectorizedEngine:
     """An engine for N hosts of `task`, with its data set from `load_dataset`.
 
@@ -66,7 +64,7 @@ def build_engine(
         host_offset=config.host_offset,
         device=device,
     )
-    return VectorizedEngine(config, executor, spec, on_step=on_step, form=form, properties=_properties(config, task))
+    return VectorizedEngine(config, executor, spec, on_step=on_step, properties=_properties(config, task))
 
 
 def _properties(config: EngineConfig, task: TaskSpec) -> Properties | None:

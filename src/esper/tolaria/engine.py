@@ -27,7 +27,6 @@ from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import PendingRead, PhaseTimer, host_read, reads_so_far, start_read
 from esper.tolaria.state import (
     ParallelEnvState,
@@ -43,6 +42,8 @@ from esper.tolaria.state import (
 )
 
 StepListener = Callable[[StepReport], None]
+Phase = Callable[..., Any]
+"""A function of `phases` that has its configuration, eager or compiled."""
 Properties = Callable[[int], Mapping[str, np.ndarray]]
 """Episode -> what is recorded of the instance of each host [N], by name."""
 
@@ -56,7 +57,6 @@ class VectorizedEngine:
         spec: the description of this engine for controllers.
         on_step: the first of `listeners`, which get the report of each step in order, when `apply_structure` has read
             it. Their exceptions are raised after the structure was applied, so that the engine can continue.
-        form: eager or compiled phases, see `phases`.
         properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
 
@@ -67,7 +67,6 @@ class VectorizedEngine:
         spec: EngineSpec,
         *,
         on_step: StepListener | None = None,
-        form: PhaseForm = eager,
         properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
@@ -83,10 +82,10 @@ class VectorizedEngine:
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
         self._pending: PendingRead | None = None
-        self._observe = form(partial(phases.observe, config=config))
-        self._execute = form(partial(phases.execute, costs=executor.costs, config=config))
-        self._end_step = form(partial(phases.end_step, config=config))
-        self._warmed_up = form is eager
+        self._observe: Phase = partial(phases.observe, config=config)
+        self._execute: Phase = partial(phases.execute, costs=executor.costs, config=config)
+        self._end_step: Phase = partial(phases.end_step, config=config)
+        self._warmed_up = True
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
     @property
@@ -108,6 +107,11 @@ class VectorizedEngine:
         client.begin_rollout(episode, spec.host_ids())
         if self.architectures:
             self.add_fossils(self.architectures)
+
+    def compile_phases(self, compiled: Callable[[Phase], Phase]) -> None:
+        """Take the compiled forms of the phases, which `warm_up` calls first."""
+        self._observe, self._execute, self._end_step = map(compiled, (self._observe, self._execute, self._end_step))
+        self._warmed_up = False
 
     def warm_up(self, num_terms: int) -> None:
         """Compile the phases once, for a reward of `num_terms` terms; `reset` calls this. May raise ConfigError."""

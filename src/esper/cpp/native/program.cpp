@@ -1,10 +1,10 @@
 // The loop that executes the programs of many hosts.
 //
-// assembler.py writes programs; it lists the same operations in the same order. An operand is a place in one of a
-// host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure share a program.
-// A host passes over all its data before the next one begins, so that its weights stay in the processor's cache; a
-// batch passes in chunks, so that their features stay there too. A host uses only its own spaces and those of the thread
-// that runs it, so its results depend on no other host.
+// tolaria/executors/native/program.py writes programs; it lists the same operations in the same order. An operand is a
+// place in one of a host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure
+// share a program. A host passes over all its data before the next one begins, so that its weights stay in the
+// processor's cache; a batch passes in chunks, so that their features stay there too. A host uses only its own spaces
+// and those of the thread that runs it, so its results depend on no other host.
 
 #include "convolution.h"
 #include "layers.h"

@@ -24,7 +24,6 @@ from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.memory import available_bytes, gigabytes, predict
-from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import choose_device, keep_freed_memory
 
 
@@ -69,21 +68,17 @@ def engine_of(
     task: TaskSpec | None = None,
 ) -> VectorizedEngine:
     """The engine of a run; `engine_config` and `task` replace those of the configuration."""
-    return build_engine(
+    engine = build_engine(
         engine_config or config.engine(),
         task or config.task_spec(),
         dataset,
         device,
         on_step=on_step,
         prepare=partial(load_plugins, config.plugins),
-        form=phase_form(config, device),
     )
-
-
-def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
-    """How the phases of a control step run: eager, or compiled at the first reset of the engine."""
-    compiled = is_compiled(config.compile, device)
-    return partial(CompiledStep, name="a phase of the control step") if compiled else eager
+    if is_compiled(config.compile, device):
+        engine.compile_phases(partial(CompiledStep, name="a phase of the control step"))
+    return engine
 
 
 @dataclass(frozen=True)

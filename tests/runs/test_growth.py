@@ -279,7 +279,7 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
     assert board.pareto == (0, 1, 3)
     first, *_ = [line for line in str(board).splitlines() if "norm" in line]
     assert first.split()[:6] == ["norm", "in", "one", "1", "90.00", "89.00"]
-    assert "25 FLOPs in 1:01" in str(board)
+    assert "In all 25 FLOPs and 1:01." in str(board)
 
 
 def test_a_candidate_without_a_finite_loss_is_never_the_best():

@@ -275,7 +275,7 @@ def entry(val: float, params: int, name: str = "norm") -> Entry:
 
 def test_the_pareto_set_has_what_no_smaller_network_beats():
     entries = tuple(entry(*of) for of in ((90.0, 300), (88.0, 100), (87.0, 200), (85.0, 50), (85.0, 60)))
-    board = Leaderboard(entries=entries, chosen=0, test=89.0, unit="accuracy", spent=25.0, seconds=61.0)
+    board = Leaderboard(entries=entries, chosen=0, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0)
     assert board.pareto == (0, 1, 3)
     first, *_ = [line for line in str(board).splitlines() if "norm" in line]
     assert first.split()[:6] == ["norm", "in", "one", "1", "90.00", "89.00"]

@@ -31,7 +31,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
-from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Leaderboard, Method
+from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Leaderboard, Method, compared
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.signals import stop_signals
@@ -159,10 +159,12 @@ class Grown:
     Attributes:
         network: the module and its description (`esper.export`). timeline: what happened in each step.
         leaderboard: all candidates and what they cost; None if the network was loaded, or grown by a controller.
+        beside: the leaderboards of other methods that had the same budget, by their names.
     """
 
     def __init__(self, network: GrownNetwork, timeline: Timeline, leaderboard: Leaderboard | None = None) -> None:
         self.network, self.timeline, self.leaderboard = network, timeline, leaderboard
+        self.beside: dict[str, Leaderboard] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -226,9 +228,30 @@ class Grown:
         warn(saved.notes)
         return saved
 
+    @checked
+    def picture(self, file: Path | str) -> None:
+        """Draw the candidates, points against FLOPs, as a .png or .svg file; needs matplotlib (`esper-growth[report]`).
+
+        Raises:
+            ExportError: there is no leaderboard, or the file cannot be written.
+        """
+        from esper.telemetry.report.figures import growth_picture
+
+        if self.leaderboard is None:
+            raise ExportError("this network has no candidates to draw; grow one with a method such as auto.")
+        boards = {"this network": self.leaderboard, **self.beside}
+        figure = growth_picture({name: board.courses for name, board in boards.items()}, self.unit)
+        try:
+            figure.savefig(folder(file), dpi=110)
+        except (OSError, ValueError) as error:
+            raise ExportError(f"{file} cannot be drawn ({error}); name a .png or .svg file.") from error
+
     def __repr__(self) -> str:
-        board = "" if self.leaderboard is None else f"{self.leaderboard}\n"
-        return f"{board}{self.network.description.task}\n{self.network.summary}"
+        own = f"{self.network.description.task}\n{self.network.summary}"
+        if self.leaderboard is None:
+            return own
+        boards = {"this network": self.leaderboard, **self.beside}
+        return "\n\n".join((str(self.leaderboard), *([compared(boards)] if self.beside else []), own))
 
 
 Controller: TypeAlias = Run | Path | str | Schedule | PolicyMaker
@@ -240,6 +263,7 @@ def grow(
     *,
     budget: Budget | None = None,
     keep: Keep = "last",
+    beside: Sequence[Method] = (),
     best_of: int = 1,
     steps: int | None = None,
     seed: int = 0,
@@ -266,6 +290,8 @@ def grow(
         budget: limits, which are never exceeded; for controllers that of parameters alone.
         keep: the network of the "last" step, or of the "best" one by its points on the validation examples; the last
             for controllers.
+        beside: other methods that spend as many FLOPs afterwards, such as "plain", so that there is something to
+            compare with.
         best_of: networks that a controller grows in parallel; the best is measured on the test examples, once.
         steps: control steps of the network that is kept; decided by the budget if not given, for controllers those of
             the task or run.
@@ -291,16 +317,23 @@ def grow(
             )
         with in_process(spec):
             config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
-            race = _Race(config, method, budget, seed, steps, unfinished, console(progress))
+            out = console(progress)
             try:
-                return race.run(keep)
+                grown = _Race(config, method, budget, seed, steps, unfinished, out).run(keep)
+                assert grown.leaderboard is not None
+                for other in beside:
+                    equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
+                    board = _Race(config, other, equal, seed, steps, None, out).run(keep).leaderboard
+                    assert board is not None
+                    grown.beside[other] = board
             except KeyboardInterrupt:
                 raise Stopped("stopped; nothing was kept") from None
+            return grown
     run = _run_of(method)
-    if budget.minutes or budget.flops or keep != "last" or unfinished:
+    if budget.minutes or budget.flops or keep != "last" or unfinished or beside:
         raise ConfigError(
             f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave minutes, "
-            f"FLOPs, keep and unfinished out, or choose a method: {', '.join(METHODS)}."
+            f"FLOPs, keep, beside and unfinished out, or choose a method: {', '.join(METHODS)}."
         )
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")

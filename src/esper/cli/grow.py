@@ -1,6 +1,7 @@
 """esper grow: the best network that a budget allows."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +13,9 @@ from esper.telemetry.progress import RunConsole
 
 if TYPE_CHECKING:
     from esper.export.network import Format
+
+
+PICTURE = "growth.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class Grow:
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "last"
     """The network of the last step, or of the best one by its validation score. (last)"""
+    beside: Annotated[Names, placeholder("NAME ...")] = ()
+    """Other methods that spend as many FLOPs afterwards, for comparison, such as plain."""
     best_of: Annotated[int, placeholder("N")] = 1
     """Networks that a controller grows in parallel. (1)"""
     steps: Number = None
@@ -77,6 +83,7 @@ def grow(command: Grow) -> int:
         Run(Path(command.method), allowed=allowed, trust=command.trust) if is_run else command.method,
         budget=Budget(minutes=command.minutes, flops=command.flops, params=command.max_params),
         keep=command.keep,
+        beside=joined(command.beside),
         best_of=command.best_of,
         steps=command.steps,
         seed=command.seed,
@@ -88,6 +95,9 @@ def grow(command: Grow) -> int:
     console.say(f"\n{found.timeline}\n\n{found}")
     if command.out is not None:
         console.say(str(found.save(command.out, overwrite=overwrite)))
+        if found.leaderboard is not None and find_spec("matplotlib"):
+            found.picture(command.out / PICTURE)
+            console.say(f"{command.out / PICTURE}: the candidates, points against FLOPs")
     return 0
 
 

@@ -67,6 +67,8 @@ _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
+_AFFORDABLE = 0.8
+"""Share of the budget that one candidate may cost that is trained to the end."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -122,6 +124,11 @@ class Entry:
     parent: int | None = None
     born: int = 0
 
+    @property
+    def of_step(self) -> float:
+        """FLOPs of one of its own steps."""
+        return self.spent / max(1, len(self.val) - self.born)
+
     def score(self, steps: int = 1) -> float:
         """Mean figure of merit of the last steps; -inf if there are none, or if the last loss is not finite."""
         return float(np.mean(self.val[-steps:])) if self.val and math.isfinite(self.loss[-1]) else -math.inf
@@ -135,6 +142,7 @@ class Leaderboard:
     Attributes:
         entries: by the mean figure of merit of their last steps. chosen: place of the one that is kept.
         test: its figure of merit on the test examples. unit: of both. spent: FLOPs, and seconds, of all together.
+        budget: FLOPs that were allowed, or spent where minutes were.
     """
 
     entries: tuple[Entry, ...]
@@ -143,6 +151,7 @@ class Leaderboard:
     unit: str
     spent: float
     seconds: float
+    budget: float
 
     @property
     def pareto(self) -> tuple[int, ...]:
@@ -153,6 +162,19 @@ class Leaderboard:
                 found.append(i)
                 best = self.entries[i].score()
         return tuple(sorted(found))
+
+    @property
+    def courses(self) -> list[tuple[str, list[float], list[float], bool]]:
+        """For a picture: of each entry the name, the FLOPs after each of its own steps, its points, whether it is kept."""
+        return [
+            (
+                str(entry.candidate),
+                [entry.of_step * (i + 1 + entry.born) for i in range(len(entry.val) - entry.born)],
+                entry.val[entry.born :],
+                i == self.chosen,
+            )
+            for i, entry in enumerate(self.entries)
+        ]
 
     def __str__(self) -> str:
         page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
@@ -176,6 +198,17 @@ class Leaderboard:
         )
 
     __repr__ = __str__
+
+
+def compared(boards: Mapping[str, Leaderboard]) -> str:
+    """The networks that several methods keep, as a table."""
+    page = plain_table("method", "val", "test", "parameters", "FLOPs", "spent", fold=True)
+    for name, board in boards.items():
+        kept = board.entries[board.chosen]
+        test = "" if board.test is None else f"{board.test:.2f}"
+        sizes = (short(value) for value in (kept.flops, board.spent))
+        page.add_row(f"{name}: {kept.candidate}", f"{kept.score():.2f}", test, f"{kept.params:,}", *sizes)
+    return tables.text(lambda console: console.print(page))
 
 
 @dataclass(frozen=True)
@@ -330,8 +363,9 @@ class Growth:
         There are as many candidates as leave `episode_length` steps for the one that is kept, or as many as were asked
         for, and two steps for each stage.
         """
+        left, target = self._left(), self._fixed or self._config.episode_length
         plain = [Candidate(rate=rate) for rate in RATES]
-        grown = [Candidate(architecture) for architecture in self._pool]
+        grown = [Candidate(one) for one in self._pool if self._of_step(Candidate(one)) * target <= _AFFORDABLE * left]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
         if method == "plain":
             plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
@@ -344,7 +378,6 @@ class Growth:
         else:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
-        left, target = self._left(), self._fixed or self._config.episode_length
         for candidates, stages in plans:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
             if longest(costs, until, left) >= target and target * until[0] >= min(2, target):
@@ -389,15 +422,14 @@ class Growth:
         return min(in_time, math.inf if flops is None else flops - self.spent)
 
     def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
-        """FLOPs of a step in the first of some stages, and at most in each later one: the dearest may be left."""
-        now = sorted((self._of_step(one) for one in candidates), reverse=True)
+        """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left."""
+        now = [self._of_step(one) for one in candidates]
         alone = self._of_step(Candidate())
-        seeds = [self._of_step(Candidate(one)) - alone for one in self._pool if len(one.slots) == 1]
-        costs = [sum(now)]
+        seed = float(np.mean([self._of_step(Candidate(one)) - alone for one in self._pool if len(one.slots) == 1] or 0))
+        costs, mean = [sum(now)], float(np.mean(now))
         for stage in stages[1:]:
-            kept = now[: stage.kept]
-            now = sorted([*kept, *[kept[0] + max(seeds, default=0.0)] * stage.new], reverse=True)
-            costs.append(sum(now))
+            costs.append(stage.kept * mean + stage.new * (mean + seed))
+            mean = costs[-1] / (stage.kept + stage.new)
         return costs
 
     def _costs_left(self) -> list[float]:
@@ -453,9 +485,10 @@ class Growth:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is done, or there is no time for another one."""
+        """Whether the last step is done, or the budget does not hold another one."""
         in_time = self.budget.minutes is None or self.seconds + self._last_step <= 60.0 * self.budget.minutes
-        return self.t == self.steps or not in_time
+        paid = self.budget.flops is None or self.spent + self._costs_left()[0] <= self.budget.flops
+        return self.t == self.steps or not (in_time and paid)
 
     def step(self) -> None:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
@@ -576,6 +609,7 @@ class Growth:
             unit=self._config.task_spec().objective.unit,
             spent=self.spent,
             seconds=self.seconds,
+            budget=self.spent if self.budget.flops is None else self.budget.flops,
         )
 
     # -- progress and persistence -------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
 reproducible; one of minutes depends on the machine.
+
+Learning rates fall by a cosine, unless the task has a schedule of its own.
 """
 
 import json
@@ -337,7 +339,9 @@ class Growth:
         seed: int = 0,
         steps: int | None = None,
     ) -> None:
-        self._config, self._dataset, self._device = replace(config, compile="off"), dataset, device
+        optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
+        self._config = replace(config, compile="off", optimizer=optimizer)
+        self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
         self.entries: list[Entry] = []
         self.rows: list[int] = []
@@ -468,7 +472,10 @@ class Growth:
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
         config = replace(self._config, episode_length=self.steps)
         hosts = replace(config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1)
-        return engine_of(config, self._dataset, self._device, engine_config=hosts, on_step=self._listen)
+        rates = [candidate.rate for candidate in candidates]
+        return engine_of(
+            config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
+        )
 
     def _entry(self, candidate: Candidate, parent: int | None = None) -> Entry:
         architecture = candidate.architecture
@@ -493,10 +500,6 @@ class Growth:
     def step(self) -> None:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
         began = time.monotonic()
-        factor = 0.5 * (1 + math.cos(math.pi * self.t / self.steps))
-        self._engine.executor.data.lr_factor = torch.tensor(
-            [self.entries[r].candidate.rate * factor for r in self.rows]
-        )
         self._engine.step(self._client)
         self._engine.apply_structure()  # the report comes now
         self.t += 1

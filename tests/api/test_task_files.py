@@ -71,7 +71,22 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert "step  slot" in out
     assert "\ngrown: model.json, model.py, model.safetensors, timeline.json\n" in out
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
-    assert main(["grow", "mine.py:task", "--method", "heuristic", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
+    assert (
+        main(
+            [
+                "grow",
+                "mine.py:task",
+                "--method",
+                "heuristic",
+                "--best-of",
+                "2",
+                "--set",
+                "executor=streamed",
+                "workers=2",
+            ]
+        )
+        == 0
+    )
     assert "2 networks" in capfd.readouterr().out
     assert main(["grow", "mine.py:task", "--out", "grown"]) == 2
     assert "grown exists already" in capfd.readouterr().err

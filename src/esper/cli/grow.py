@@ -38,8 +38,11 @@ class Grow:
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "last"
     """The network of the last step, or of the best one by its validation score. (last)"""
-    beside: Annotated[Names, placeholder("NAME ...")] = ()
-    """Other methods that spend as many FLOPs afterwards, for comparison, such as plain."""
+    beside: Annotated[
+        tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
+        placeholder("NAME"),
+    ] = ()
+    """Another method that spends as many FLOPs afterwards, for comparison, such as plain; may be given again."""
     best_of: Annotated[int, placeholder("N")] = 1
     """Networks that a controller grows in parallel. (1)"""
     steps: Number = None
@@ -83,7 +86,7 @@ def grow(command: Grow) -> int:
         Run(Path(command.method), allowed=allowed, trust=command.trust) if is_run else command.method,
         budget=Budget(minutes=command.minutes, flops=command.flops, params=command.max_params),
         keep=command.keep,
-        beside=joined(command.beside),
+        beside=command.beside,
         best_of=command.best_of,
         steps=command.steps,
         seed=command.seed,

@@ -96,7 +96,7 @@ class Budget:
 class Candidate:
     """Permanent seeds, and a factor of the learning rate."""
 
-    architecture: Architecture = Architecture()
+    architecture: Architecture = Architecture()  # noqa: RUF009 -- a frozen value
     rate: float = 1.0
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Leaderboard:
 
     @property
     def courses(self) -> list[tuple[str, list[float], list[float], bool]]:
-        """For a picture: of each entry the name, the FLOPs after each of its own steps, its points, whether it is kept."""
+        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, if it is kept."""
         return [
             (
                 str(entry.candidate),

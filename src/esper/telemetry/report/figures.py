@@ -86,15 +86,11 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     figure = Figure(figsize=(9.0, 5.5), facecolor="white")
     FigureCanvasAgg(figure)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
-    dress(
-        ax, f"Validation {unit} by FLOPs", "what each candidate cost, one line each; in colour the ones that are kept"
-    )
+    dress(ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept")
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:
-            style = {"color": color, "linewidth": 2.2, "zorder": 3} if kept else {"color": color, "alpha": 0.25}
-            ax.plot(spent, points, **style)
-            if kept:
-                ax.plot([], [], color=color, linewidth=2.2, label=f"{method}: {name}, {points[-1]:.2f}")
+            label = f"{method}: {name}, {points[-1]:.2f}" if kept else None
+            ax.plot(spent, points, color=color, label=label, linewidth=2.2 if kept else 1.2, alpha=1.0 if kept else 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     return figure

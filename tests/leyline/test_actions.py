@@ -106,10 +106,10 @@ def test_every_curve_has_its_shape_and_the_sigmoids_their_steepness():
 
 
 def test_the_entropy_constants_of_every_head():
-    # bonus, floor, coefficient of the floor, alarm
-    ramp = (1.2, 0.10, 0.1, 0.08)
-    assert {head.name: (head.bonus, head.floor, head.floor_weight, head.alarm) for head in HEADS} == {
-        "op": (1.0, 0.30, 0.3, 0.08), "slot": (1.0, 0.15, 0.1, 0.10), "blueprint": (1.3, 0.20, 0.3, 0.05),
-        "style": (1.2, 0.15, 0.1, 0.08), "tempo": (1.3, 0.20, 0.3, 0.05),
+    # bonus, floor, coefficient of the floor
+    ramp = (1.2, 0.10, 0.1)
+    assert {head.name: (head.bonus, head.floor, head.floor_weight) for head in HEADS} == {
+        "op": (1.0, 0.30, 0.3), "slot": (1.0, 0.15, 0.1), "blueprint": (1.3, 0.20, 0.3),
+        "style": (1.2, 0.15, 0.1), "tempo": (1.3, 0.20, 0.3),
         "alpha_target": ramp, "alpha_speed": ramp, "alpha_curve": ramp,
     }  # fmt: skip

@@ -17,7 +17,8 @@ from esper.telemetry.run_directory import RunDirectory
 HOSTS, ROUNDS = 8, 20
 METRICS = {
     "approx_kl": 0.005, "stored_log_prob_error": 1e-6, "explained_variance": 0.6, "grad_norm": 3.0,
-    "value_std": 0.5, "return_std": 1.0, "hidden_rms": 0.4, "cell_rms": 1.0, "entropy_op": 0.5, "entropy_slot": 0.0, "entropy_parameters": 0.4,
+    "value_std": 0.5, "return_std": 1.0, "hidden_rms": 0.4, "cell_rms": 1.0, "entropy_op": 0.5,
+    "entropy_slot": 0.0, "entropy_parameters": 0.4,
     "nonfinite_minibatches": 0.0, "actions_outside_mask": 0.0, "nonfinite_logits": 0.0,
 }  # fmt: skip
 """Of a healthy update."""

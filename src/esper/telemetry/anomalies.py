@@ -15,7 +15,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-
 WINDOW = 10
 """Rounds whose mean is compared with that of the rounds before."""
 WARM_UP = 5

@@ -388,9 +388,9 @@ def _run_epochs(
     order_KN = permutation(
         run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), buffer.num_envs, episode=update_index, t=epochs
     )
-    stopped, rows = torch.zeros((), dtype=torch.bool, device=device), []
+    stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
     for epoch, order_N in zip(epochs.unbind(0), order_KN.unbind(0), strict=True):
-        results = []
+        results = list[MinibatchResult]()
         for hosts in order_N.tensor_split(groups):
             batch, first = buffer.sequences(hosts), not rows and not results
             results.append(_train_minibatch(agent, batch, config, weights, lr, stopped, first=first))

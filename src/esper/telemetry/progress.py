@@ -42,7 +42,6 @@ _LEARNER = {
     "clip_fraction": ("clipped", ".3f"),
     "explained_variance": ("explained variance", ".2f"),
     "grad_norm": ("gradient norm", ".2f"),
-    "ratio_max": ("largest ratio", ".2f"),
     "return_mean": ("return", ".3f"),
 }
 

@@ -166,3 +166,10 @@ def test_a_record_that_is_replaced_is_closed_when_its_reader_is_done(folder, run
     reader.join()
     other.join()
     assert sorted(map(str, found)) == ["1", "new"]
+
+
+def test_few_records_stay_open(folder, runs):
+    for i in range(OPEN + 1):
+        shutil.copytree(folder / "b", folder / f"c{i}")
+        answer(runs, "curves", f"c{i}")
+    assert len(runs._opened) == OPEN

@@ -78,3 +78,11 @@ def test_a_run_gives_rows_and_frames(run: Path) -> None:
     assert len(frame) == 72 - 3
     assert frame["op"].isin(["WAIT", "GERMINATE", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE", "ADVANCE"]).all()
     assert loaded.polars("select host from decisions").columns == ["host"]
+
+
+def test_the_speed_of_a_round_counts_its_update_too(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = esper.load(run).query("SELECT env_steps_per_s FROM rounds ORDER BY round")
+    assert [row["env_steps_per_s"] for row in found] == pytest.approx(
+        [line["env_steps"] / (line["seconds"] + line["update_seconds"]) for line in lines]
+    )

@@ -4,7 +4,7 @@ import json
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -283,16 +283,16 @@ def test_trackio_stores_every_round_and_continues_after_a_resume(
 
 
 def test_a_failing_listener_changes_no_number_of_a_run_and_is_reported_at_its_end(
-    registered: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    registered: None, shared_run: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert small_runs.train(tmp_path / "quiet", "null", 2) == 0
+    whole = shared_run("null", 2)
     register_listener("broken")(lambda path: Failing())
     notebook = Notebook()
     register_listener("notebook")(lambda path: notebook)
     assert small_runs.train(tmp_path / "loud", "null", 2) == 0
     assert "the listener 'broken' failed" in capfd.readouterr().err
-    loud, quiet = small_runs.records(tmp_path / "loud"), small_runs.records(tmp_path / "quiet")
-    found, expected = small_runs.summary(tmp_path / "loud"), small_runs.summary(tmp_path / "quiet")
+    loud, quiet = small_runs.records(tmp_path / "loud"), small_runs.records(whole)
+    found, expected = small_runs.summary(tmp_path / "loud"), small_runs.summary(whole)
     *before, (kind, _) = notebook.taken
     assert kind == "run_finished"  # it tells the count, so it is not among what was counted
     for last, summary in ((loud, found), (quiet, expected)):

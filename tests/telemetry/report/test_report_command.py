@@ -3,19 +3,17 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import small_runs
 from small_runs import contents, main
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("report") / "run"
-    assert small_runs.train(path, "null", 2) == 0
-    return path
+def run(shared_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(shared_run("null", 2), tmp_path_factory.mktemp("report") / "run"))
 
 
 def payload(page: Path, name: str) -> object:

@@ -18,10 +18,14 @@ from esper.telemetry.serve.runs import LIVE, Runs
 from served_runs import add_round, serving, write_run
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("written") / "a")
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_run(tmp_path / "a")
-    return tmp_path
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written.parent, tmp_path / "runs"))
 
 
 @pytest.fixture

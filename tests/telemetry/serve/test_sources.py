@@ -11,11 +11,17 @@ from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, version_of
 from served_runs import add_round, write_run
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written")
+    write_run(path / "a", finished=True)
+    write_run(path / "b", rounds=1)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_run(tmp_path / "a", finished=True)
-    write_run(tmp_path / "b", rounds=1)
-    return tmp_path
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "runs"))
 
 
 @pytest.fixture
@@ -160,3 +166,10 @@ def test_a_record_that_is_replaced_is_closed_when_its_reader_is_done(folder, run
     reader.join()
     other.join()
     assert sorted(map(str, found)) == ["1", "new"]
+
+
+def test_few_records_stay_open(folder, runs):
+    for i in range(OPEN + 1):
+        shutil.copytree(folder / "b", folder / f"c{i}")
+        answer(runs, "curves", f"c{i}")
+    assert len(runs._opened) == OPEN

@@ -184,6 +184,7 @@ def test_a_worker_that_was_killed_is_an_error_with_the_way_out():
     assert first.process.poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_workers_ignore_ctrl_c_and_end_with_their_executor():
     built = engine(2)
     (worker,) = built.executor._workers
@@ -232,6 +233,7 @@ class Moss(AbstractBlueprint):
         return nn.Conv2d(channels, channels, 1)
 
 
+@pytest.mark.slow
 def test_a_worker_knows_the_blueprints_that_were_registered_here():
     index = registry.register(Moss())
     try:

@@ -319,6 +319,11 @@ class PassProgress(_Display):
         if not self.is_live:
             self._console.say(f"esper: {what} ({self._whole + 1} of {self._total}, eta {self._eta()})")
 
+    def more(self, passes: int) -> None:
+        """So many passes are needed besides those that were known."""
+        self._total += passes
+        self._bar.update(self._task, total=self._total)
+
     def skip(self, passes: float = 1.0) -> None:
         """So many passes are not needed; they took no time."""
         self._done, self._free = self._done + passes, self._free + passes
@@ -327,6 +332,11 @@ class PassProgress(_Display):
         """So much of a pass is done."""
         self._done += share
         self._say_when_due(lambda: f"{self._about()[0]}  eta {self._eta()}")
+
+    @property
+    def left(self) -> int:
+        """Passes that are known and not done."""
+        return self._total - self._whole
 
     @property
     def _whole(self) -> int:

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.export import checking
@@ -515,8 +516,9 @@ def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     `example` is a batch as hosts get it.
     """
     args, kwargs = host.arguments(example[:1])
-    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer
-    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer; and with
+    # attention as matrix products, because it does not know the fused kernels of a CPU
+    with FlopCounterMode(display=False) as counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         module(*args, **kwargs)
     return int(counter.get_total_flops())
 

@@ -136,6 +136,10 @@ def isotropic() -> nn.Module:
     return chain(conv(3, 8, 2), *(Expanding(8, 8, 1) for _ in range(8)), Head(8))
 
 
+def dense() -> nn.Module:
+    return chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.Upsample(scale_factor=2))
+
+
 def deep() -> nn.Module:
     return chain(nn.Linear(6, 8), *(layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 2))
 
@@ -147,6 +151,7 @@ def deep() -> nn.Module:
         (vgg, IMAGES, ["0", "3", "5"]),
         (mobile, IMAGES, ["1", "3", "4"]),
         (isotropic, IMAGES, ["2", "4", "6", "8"]),
+        (dense, IMAGES, ["1"]),
         (UNet, IMAGES, ["inc", "down", "bottom", "up"]),
         (Skip, normal(8, 2, 5, 5), ["a"]),
         (Patches, IMAGES, ["blocks.0", "blocks.1"]),

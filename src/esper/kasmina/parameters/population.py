@@ -321,7 +321,7 @@ def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """A copy of images [B, C, H, W] that lies in the order [B, H, W, C], also where C is 1; other tensors as they are."""
+    """A copy of images [B, C, H, W] that lies as [B, H, W, C] does, also where C is 1; other tensors as they are."""
     if x.dim() != 4 or not x.is_floating_point():
         return x
     _, c, h, w = x.shape

@@ -139,7 +139,7 @@ class HostData:
         self.structure = structure
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Inputs of a host as its layers are fastest: images of a user's convolutional network channels-last on a CPU."""
+        """Inputs of a host as its layers are fastest: images of a user's network channels-last on a CPU, if it takes them."""
         return channels_last(x) if self._channels_last else x
 
     def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:

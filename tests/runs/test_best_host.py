@@ -54,7 +54,7 @@ def test_the_host_with_the_highest_j_is_taken_only_if_it_beats_the_best_so_far(m
     assert (found.round, found.host, found.objective, found.val) == (5, 1, 50.0, 50.0)
     assert found.architecture == ARCHITECTURES[1].lines
     assert found.test is None
-    monkeypatch.setattr(VectorizedEngine, "host_state", lambda *_: pytest.fail("copied without need"))
+    monkeypatch.setattr(VectorizedEngine, "state_of", lambda *_: pytest.fail("copied without need"))
     for best in (found, replace(found, objective=50.5)):
         assert better(best, engine, stats, WEIGHTS) is best
     for unknown in ("committed_acc", "committed_loss"):

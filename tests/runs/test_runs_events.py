@@ -140,8 +140,7 @@ def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "threshold"),
     [
-        ("ratio_max", 1.1e6, 1e6),
-        ("ratio_min", 9e-9, 1e-8),
+        ("stored_log_prob_error", 0.02, 0.01),
         ("explained_variance", -0.6, -0.5),
         ("hidden_rms", 10.5, 10.0),
         ("cell_rms", 1e-7, 1e-6),
@@ -149,8 +148,7 @@ def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
         ("actions_outside_mask", 1.0, 0.0),
         ("nonfinite_logits", 1.0, 0.0),
         ("entropy_op", 0.07, 0.08),
-        ("entropy_slot", 0.09, 0.10),
-        ("entropy_blueprint", 0.04, 0.05),
+        ("entropy_parameters", 0.04, 0.05),
     ],
 )
 def test_each_detector_has_its_threshold(name: str, value: float, threshold: float) -> None:

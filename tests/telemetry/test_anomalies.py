@@ -16,8 +16,9 @@ from esper.telemetry.run_directory import RunDirectory
 
 HOSTS, ROUNDS = 8, 20
 METRICS = {
-    "approx_kl": 0.005, "ratio_max": 2.0, "ratio_min": 0.5, "explained_variance": 0.6, "grad_norm": 3.0,
-    "value_std": 0.5, "return_std": 1.0, "hidden_rms": 0.4, "cell_rms": 1.0, "entropy_op": 0.5, "entropy_slot": 0.6,
+    "approx_kl": 0.005, "stored_log_prob_error": 1e-6, "explained_variance": 0.6, "grad_norm": 3.0,
+    "value_std": 0.5, "return_std": 1.0, "hidden_rms": 0.4, "cell_rms": 1.0, "entropy_op": 0.5,
+    "entropy_slot": 0.0, "entropy_parameters": 0.4,
     "nonfinite_minibatches": 0.0, "actions_outside_mask": 0.0, "nonfinite_logits": 0.0,
 }  # fmt: skip
 """Of a healthy update."""
@@ -80,9 +81,9 @@ def written(tmp_path: Path) -> Written:
 @pytest.mark.parametrize(
     ("metric", "value"),
     [
-        *(("ratio_max", 2e6), ("ratio_min", 2e-9), ("approx_kl", 0.2), ("explained_variance", -0.75)),
+        *(("stored_log_prob_error", 0.1), ("approx_kl", 0.2), ("explained_variance", -0.75)),
         *(("hidden_rms", 1e-7), ("cell_rms", 12.0), ("cell_rms", 0.0), ("grad_norm", 0.0), ("entropy_op", 0.07)),
-        *(("entropy_slot", 0.05), ("nonfinite_minibatches", 1.0), ("actions_outside_mask", 1.0)),
+        *(("entropy_parameters", 0.04), ("nonfinite_minibatches", 1.0), ("actions_outside_mask", 1.0)),
         ("nonfinite_logits", 1.0),
     ],
 )

@@ -47,6 +47,7 @@ class Stream(IntEnum):
     SCHEDULE_SEARCH = 13
     HEURISTIC_SEARCH = 14
     FORWARD_PASS = 15
+    RANDOM_STRUCTURES = 16
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far, start_read
+from esper.tolaria.runtime import PendingRead, PhaseTimer, host_read, reads_so_far, start_read
 from esper.tolaria.state import (
     ParallelEnvState,
     RolloutCost,
@@ -106,7 +106,7 @@ class VectorizedEngine:
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
         if self.architectures:
-            self.start_with(self.architectures)
+            self.add_fossils(self.architectures)
 
     def compile_phases(self, compiled: Callable[[Phase], Phase]) -> None:
         """Take the compiled forms of the phases, which `warm_up` calls first."""
@@ -126,19 +126,22 @@ class VectorizedEngine:
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
-    def start_with(self, grown: Sequence[Architecture]) -> None:
-        """Give each host its structure, with fresh weights; between `reset` and the first step.
+    def add_fossils(self, grown: Sequence[Architecture]) -> None:
+        """Give each host permanent seeds with fresh weights in empty slots; between two steps.
 
         Raises:
-            ConfigError: the structures do not fit the hosts.
+            ConfigError: they do not fit the hosts, or a slot has a seed already.
         """
-        assert self.t == 0, "seeds are placed before the first step"
+        self.apply_structure()
         kinds = architecture_arrays(grown, self.spec)
         blueprint, algorithm = (torch.from_numpy(kind).to(self.spec.device) for kind in kinds)
+        (stage,) = host_read(self.state.slots.stage)
+        if ((kinds[0] >= 0) & (stage != SeedStage.DORMANT)).any():
+            raise ConfigError("an architecture names a slot that has a seed already; name empty slots.")
         slots, hosts = with_fossils(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
-        self._coalitions = self._enumerate(self._state, 1)
-        now = structure_now(0, self._state, self._coalitions)
+        self._coalitions = self._enumerate(self._state, self.t + 1)
+        now = structure_now(self.t, self._state, self._coalitions)
         all_hosts = np.ones(self.spec.num_envs, dtype=np.bool_)
         self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=all_hosts))
 
@@ -301,10 +304,9 @@ class VectorizedEngine:
         # clones: the executor keeps writing into its memory, and loading starts with a reset
         return {"place": self._place(), **{name: value.clone() for name, value in self._state_of_hosts().items()}}
 
-    def host_state(self, host: int) -> StateTree:
-        """The part of `state_dict` of the host in this row, which an engine of this host alone can load."""
-        rows = rows_of(self._state_of_hosts(), self.spec.num_envs, host, host + 1, "engine")
-        return {"place": self._place(), **rows}
+    def state_of(self, hosts: Sequence[int]) -> StateTree:
+        """The part of `state_dict` of the hosts in these rows, also repeated, which an engine of as many can load."""
+        return {"place": self._place(), **rows_of(self._state_of_hosts(), self.spec.num_envs, hosts, "engine")}
 
     def _place(self) -> Tensor:
         return torch.tensor([self.episode, self.t])

@@ -46,9 +46,14 @@ PLAN = {
 }
 
 
+COSINE = tiny.task(optimizer=replace(tiny.SGD, schedule="cosine", warmup=1))
+
+
 def engine(workers, num_envs=3, **settings):
-    rules = {"sequential": False, "min_blending_epochs": 1}
-    return tiny.engine(num_envs, LENGTH, workers=workers, rules=rules, **settings)
+    """With scheduled learning rates, and another one for each host."""
+    rules, factors = {"sequential": False, "min_blending_epochs": 1}, [0.5 + 0.5 * n for n in range(num_envs)]
+    chosen = {"of": COSINE, "lr_factors": factors, **settings}
+    return tiny.engine(num_envs, LENGTH, workers=workers, rules=rules, **chosen)
 
 
 def episode(built, number=0):

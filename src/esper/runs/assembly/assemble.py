@@ -1,7 +1,7 @@
 """Assembles a run: its data, engine and client, and the memory they need."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,12 @@ def engine_of(
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
     task: TaskSpec | None = None,
+    lr_factors: Sequence[float] | None = None,
 ) -> VectorizedEngine:
-    """The engine of a run; `engine_config` and `task` replace those of the configuration."""
+    """The engine of a run.
+
+    `engine_config` and `task` replace those of the configuration; `lr_factors` as in `build_engine`.
+    """
     engine = build_engine(
         engine_config or config.engine(),
         task or config.task_spec(),
@@ -75,6 +79,7 @@ def engine_of(
         device,
         on_step=on_step,
         prepare=partial(load_plugins, config.plugins),
+        lr_factors=lr_factors,
     )
     if is_compiled(config.compile, device):
         engine.compile_phases(partial(CompiledStep, name="a phase of the control step"))

@@ -195,12 +195,6 @@ def _step(field: _Field) -> int:
     return field.value
 
 
-def _count(field: _Field) -> int:
-    if type(field.value) is not int or field.value < 0:
-        raise field.error("it must be a whole number, 0 or more.")
-    return field.value
-
-
 def _number(field: _Field) -> float:
     if type(field.value) not in (int, float) or not math.isfinite(field.value):
         raise field.error("it must be a finite number.")
@@ -229,11 +223,9 @@ def _heuristic(field: _Field, spec: EngineSpec) -> HeuristicRules:
         slots=names("slots", Head.SLOT),
         tempo=TEMPO_NAMES.index(field.get("tempo", one_of(TEMPO_NAMES))),
         first_step=field.get("first_step", _step),
-        plateau_epochs=field.get("plateau_epochs", _count),
-        patience=field.get("patience", _count),
-        drop=field.get("drop", _number),
+        patience=field.get("patience", _number),
+        price=field.get("price", _number),
         fossilize_above=field.get("fossilize_above", _number),
-        cooldown=field.get("cooldown", _count),
     )
     field.require_keys(list(asdict(rules)))
     return rules

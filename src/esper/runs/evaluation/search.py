@@ -588,11 +588,9 @@ _MOST_DRAWS = 20  # for each candidate; few are left where slots and blueprints 
 _NUMBERS: Mapping[str, Sequence[float]] = {
     "tempo": range(len(TEMPO_NAMES)),
     "first_step": (1, 2, 3, 5, 8),
-    "plateau_epochs": (0, 1, 3),
-    "patience": (3, 5, 8),
-    "drop": (2.0, 5.0, 10.0, 100.0),
-    "fossilize_above": (0.0, 0.5, 1.0, 2.0, 5.0, 10.0),
-    "cooldown": (0, 5),
+    "patience": (0.0, 0.3, 0.4, 0.5, 0.6, 0.75),
+    "price": (0.0, 1.5, 3.0, 6.0),
+    "fossilize_above": (0.0, 0.5, 1.0, 2.0, 5.0),
 }
 
 

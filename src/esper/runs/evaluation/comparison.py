@@ -339,7 +339,8 @@ def _at_equal_compute(
     entries = {name: list(found) for name, found in of_races.items()}
     for name, first in alone.items():
         if name not in RACES:
-            entries[name] = list(best_of(name, "run", session.runs(name, first, budget), weights, budget))
+            runs = session.runs(name, first, budget)
+            entries[name] = list(best_of(name, "run", runs, weights, budget, every_step=True))
     fitting = {name: found for name, found in entries.items() if found}
     return EqualCompute(
         budget=budget,
@@ -499,7 +500,7 @@ class _Session:
         """
         weights = self.config.reward
         if name == RANDOM_SEARCH:
-            return list(best_of(name, "random structure", self._random(), weights, budget))
+            return list(best_of(name, "random structure", self._random(), weights, budget, every_step=False))
         last = plan_within(plans[name], name, budget)
         chosen = [plan for plan in plans[name] if plan.flops <= last.flops] if all_plans else [last]
         return [of_plan(name, plan, self.structure, weights) for plan in chosen]

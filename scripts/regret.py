@@ -15,7 +15,6 @@ Outcomes are kept in --out, and found there by a second call.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +30,7 @@ from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, baseline, fixed, trained
 from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
-from esper.runs.evaluation.races import of_seeds as structure_of
-from esper.runs.evaluation.races import raced, single_seeds
+from esper.runs.evaluation.races import raced, small_structures
 from esper.runs.evaluation.results import Outcome, estimate, host_figures
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
@@ -94,13 +92,6 @@ class Hosts:
         return figures["objective"][0], figures["test_objective"][0]
 
 
-def structures(spec: EngineSpec) -> dict[Architecture, tuple[tuple[int, int], ...]]:
-    """No seed, one, or one in each of two slots, as a structure and as (slot, blueprint) indices."""
-    singles = single_seeds(spec)
-    pairs = [pair for pair in combinations(singles, 2) if pair[0][0] != pair[1][0]]
-    return {structure_of(seeds, spec): seeds for seeds in ((), *((seed,) for seed in singles), *pairs)}
-
-
 def late(plan: Plan, config: RunConfig) -> Controller:
     """A schedule of the plan."""
 
@@ -142,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
     hosts = Hosts(options)
     print(f"{options.task}, {options.hosts} hosts of seed {hosts.seed}\n")
-    all_seeds = structures(hosts.spec)
+    all_seeds = small_structures(hosts.spec)
     found = {structure: hosts.outcome(fixed([structure], hosts.config)) for structure in all_seeds}
     best = raced("hindsight", list(found.values()), hosts.config.reward)
     hindsight = hosts.values(best)

@@ -167,7 +167,7 @@ def test_a_controller_that_spends_more_in_one_run_is_left_out_with_a_sentence(
     equal = json.loads((tmp_path / "out" / "evaluation.json").read_text())["equal_compute"]
     assert [row["name"] for row in equal["controllers"]] == ["wait_only"]
     (sentence,) = equal["excluded"]
-    assert sentence.startswith("early.json: a single run spends more than ")
+    assert sentence.startswith("early.json: a single training spends more than ")
 
 
 @pytest.mark.slow

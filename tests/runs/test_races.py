@@ -17,12 +17,13 @@ from esper.runs.evaluation.races import (
     Curves,
     RacePlan,
     best_plans,
+    in_random_order,
     is_plans,
     plan_within,
     race,
     raced,
-    random_structures,
     read_plans,
+    small_structures,
     write_plans,
 )
 from esper.runs.evaluation.results import Outcome, TrainingCost
@@ -106,7 +107,8 @@ def test_a_portfolio_grows_by_what_its_other_members_lack() -> None:
     spent = np.broadcast_to(np.array([2.0, 1.0, 2.0])[:, None, None], (3, 1, 4))
     structures = [Architecture(), NORM, CONV]
     plans = best_plans(Curves(ends[:, None], spent, np.zeros_like(spent)), structures)
-    assert plans["halving"] == ()  # an episode of one step has no rung
+    # an episode of one step has no rung, which leaves single structures
+    assert [plan.structures for plan in plans["halving"]] == [(NORM,), (Architecture(),)]
     found = [([structures.index(one) for one in plan.structures], plan.flops, plan.objective)
              for plan in plans["portfolio"]]  # fmt: skip
     assert found == [([1], 1.0, 4.5), ([0], 2.0, 5.0), ([1, 2], 3.0, 7.5), ([0, 2], 4.0, 8.0)]
@@ -141,13 +143,15 @@ def test_the_plans_that_come_with_a_task_fit_it_and_rise_with_their_cost() -> No
 
 def test_every_host_draws_structures_of_its_own() -> None:
     spec = replace(tiny.engine(1).spec, num_envs=3)
-    passes = list(random_structures(spec))
-    singles = 3 * len(spec.selectable)
-    assert len(passes) == 1 + singles + 3 * len(spec.selectable) ** 2
+    known = small_structures(spec)
+    assert len(known) == 1 + 3 * len(spec.selectable) + 3 * len(spec.selectable) ** 2
+    assert known[Architecture.of_lines(["r0c0 norm ADD", "r1c0 norm ADD"])] == ((0, 3), (2, 3))
+    passes = list(in_random_order(list(known), spec))
+    assert len(passes) == len(known)
     for host in range(3):
         assert len({structures[host] for structures in passes}) == len(passes)
     assert len(set(passes[0])) == 3
-    alone = next(random_structures(replace(spec, num_envs=1)))
+    alone = next(in_random_order(list(known), replace(spec, num_envs=1)))
     assert alone == passes[0][:1]  # draws do not depend on the other hosts
 
 

@@ -163,14 +163,18 @@ def single_seeds(spec: EngineSpec) -> list[tuple[int, int]]:
     return list(product(range(spec.num_slots), spec.selectable))
 
 
-def random_structures(spec: EngineSpec) -> Iterator[tuple[Architecture, ...]]:
-    """All structures of no, one or two seeds, in a random order for each host; one for every host at a time."""
+def small_structures(spec: EngineSpec) -> dict[Architecture, tuple[tuple[int, int], ...]]:
+    """All structures of no, one or two seeds, with these as (slot, blueprint) indices."""
     singles = single_seeds(spec)
     pairs = [pair for pair in combinations(singles, 2) if pair[0][0] != pair[1][0]]
-    known = [of_seeds(seeds, spec) for seeds in ((), *((seed,) for seed in singles), *pairs)]
-    order_NK = permutation(spec.run_seed, Stream.RANDOM_STRUCTURES, spec.host_ids().cpu(), len(known))
+    return {of_seeds(seeds, spec): seeds for seeds in ((), *((seed,) for seed in singles), *pairs)}
+
+
+def in_random_order(structures: Sequence[Architecture], spec: EngineSpec) -> Iterator[tuple[Architecture, ...]]:
+    """The structures in a random order for each host; one for every host at a time."""
+    order_NK = permutation(spec.run_seed, Stream.RANDOM_STRUCTURES, spec.host_ids().cpu(), len(structures))
     for row in order_NK.T.tolist():
-        yield tuple(known[i] for i in row)
+        yield tuple(structures[i] for i in row)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -204,8 +208,8 @@ Plans = Mapping[str, Sequence[RacePlan]]
 
 MOST_CANDIDATES = 8
 """Of a plan."""
-LEAST_GAIN = 0.1
-"""Points of 100·J by which a plan must beat every cheaper one. Smaller gains are noise of the hosts."""
+LEAST_GAIN = 0.3
+"""Points of 100·J by which a plan must beat every cheaper one; smaller gains are noise of the hosts."""
 _MOST_RUNGS = 2
 _RUNGS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.7)
 """Where rungs are tried, in shares of an episode."""
@@ -223,19 +227,23 @@ def best_plans(curves: Curves, structures: Sequence[Architecture]) -> Plans:
     length = curves.worth.shape[1]
     steps = sorted({round(share * length) for share in _RUNGS} - {0, length})
     halving = [rungs for number in range(1, _MOST_RUNGS + 1) for rungs in combinations(steps, number)]
-    return {PORTFOLIO: _front(curves, structures, [()]), HALVING: _front(curves, structures, halving)}
+    without = _plans(curves, structures, ())
+    alone = [plan for plan in without if len(plan.structures) == 1]
+    with_rungs = [plan for rungs in halving for plan in _plans(curves, structures, rungs)]
+    return {PORTFOLIO: _front(without), HALVING: _front([*alone, *with_rungs])}
 
 
-def _front(
-    curves: Curves, structures: Sequence[Architecture], several: Sequence[tuple[int, ...]]
-) -> tuple[RacePlan, ...]:
-    """The plans with these rungs that are better than every cheaper one, the cheapest first."""
-    plans = [
+def _plans(curves: Curves, structures: Sequence[Architecture], rungs: tuple[int, ...]) -> list[RacePlan]:
+    """All that are in the beam."""
+    return [
         RacePlan(structures=tuple(structures[k] for k in members), rungs=rungs, flops=flops, objective=objective)
-        for rungs in several
         for flops, objective, members in _beam(*curves.at(rungs))
         if len(members) >= 2 ** len(rungs)  # with fewer the last rung has nothing to decide
     ]
+
+
+def _front(plans: Sequence[RacePlan]) -> tuple[RacePlan, ...]:
+    """The plans that are better than every cheaper one, the cheapest first."""
     best, found = -math.inf, list[RacePlan]()
     for plan in sorted(plans, key=lambda plan: (plan.flops, -plan.objective)):
         if plan.objective >= best + LEAST_GAIN:

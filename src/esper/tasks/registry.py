@@ -74,6 +74,7 @@ class TaskSpec:
         if (self.host is None) == (self.script is None) or (self.host is None) != (self.load is None):
             raise ConfigError(f"task {self.name!r} needs either a host and a loader, or a script.")
         check_fields(self, "task")
+        self.optimizer.require_length(self.episode_length)
         if self.host is not None:
             for name in ("batch_train", "batch_val"):
                 if getattr(self, name) < 1:

@@ -42,7 +42,6 @@ _LEARNER = {
     "clip_fraction": ("clipped", ".3f"),
     "explained_variance": ("explained variance", ".2f"),
     "grad_norm": ("gradient norm", ".2f"),
-    "ratio_max": ("largest ratio", ".2f"),
     "return_mean": ("return", ".3f"),
 }
 
@@ -325,9 +324,9 @@ class PassProgress(_Display):
         self._total += passes
         self._bar.update(self._task, total=self._total)
 
-    def skip(self) -> None:
-        """A pass is not needed; it took no time."""
-        self._done, self._free = self._done + 1.0, self._free + 1.0
+    def skip(self, passes: float = 1.0) -> None:
+        """So many passes are not needed; they took no time."""
+        self._done, self._free = self._done + passes, self._free + passes
 
     def advance(self, share: float = 1.0) -> None:
         """So much of a pass is done."""

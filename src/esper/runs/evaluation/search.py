@@ -683,7 +683,8 @@ class FoundPlans:
     """The result of `search_plans`.
 
     Attributes:
-        hosts, env_steps, flops: of the search. tried: mean 100·J of each structure with its FLOPs per host, best first.
+        hosts, env_steps, flops: of the search, with measurements in every step.
+        tried: mean 100·J of each structure, and its FLOPs per host if it is measured at the end, best first.
     """
 
     config: RunConfig
@@ -712,7 +713,7 @@ class FoundPlans:
         console.print("", page, sep="\n")
         for name, plans in self.plans.items():
             page = plain_table(name, "100·J", "FLOPs", fold=True)
-            for plan in plans:
+            for plan in plans[:SHOWN]:
                 page.add_row(plan.words, f"{plan.objective:.2f}", short(plan.flops))
             console.print("", page, sep="\n")
         console.say(
@@ -786,14 +787,14 @@ class PlanSearch:
         outcomes |= tried(together[: self._pairs])
         on_stage("races")
         curves, structures = Curves.of(list(outcomes.values()), weights), list(outcomes)
-        worth_K, spent_K = curves.worth[:, -1].mean(axis=1), curves.spent[:, -1].mean(axis=1)
+        worth_K, spent_K = (of[:, 0].mean(axis=1) for of in curves.at(()))
         order = np.argsort(-worth_K, kind="stable").tolist()
         return FoundPlans(
             config=self.config,
             budget=self.budget,
             hosts=self.hosts,
             env_steps=len(structures) * self.hosts * self.config.episode_length,
-            flops=float(curves.spent[:, -1].sum()),
+            flops=float(curves.training.sum() + curves.measuring.sum()),
             tried=[(structures[k], float(worth_K[k]), float(spent_K[k])) for k in order],
             plans=best_plans(curves, structures),
         )

@@ -510,6 +510,10 @@ def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
+BACKWARD = 2
+"""Forward passes that one backward pass counts as."""
+
+
 def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
 

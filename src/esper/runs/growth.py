@@ -33,7 +33,7 @@ from pydantic import Field
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
-from esper.export.network import GrownNetwork
+from esper.export.network import BACKWARD, GrownNetwork
 from esper.export.network import flops as flops_of
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -47,7 +47,6 @@ from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
-from esper.runs.evaluation.outcomes import BACKWARD
 from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.runs.training.checkpoint import read_state, write_state
 from esper.tasks.datasets import Dataset

@@ -41,7 +41,7 @@ from esper.leyline.lifecycle import (
     Style,
 )
 from esper.leyline.messages import EngineSpec
-from esper.leyline.settings import AtLeast0, AtLeast1, first_problem
+from esper.leyline.settings import AtLeast1, first_problem
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import (
     FEATURES,

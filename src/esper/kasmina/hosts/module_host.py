@@ -695,6 +695,8 @@ class ModuleHostSpec:
 class ModuleHost(Host):
     """The user's network, with dropout whose masks are keyed."""
 
+    any_layout = True
+
     def __init__(self, spec: ModuleHostSpec, slot_ids: Iterable[str]) -> None:
         """A new network; raises ConfigError if a slot does not exist."""
         super().__init__()

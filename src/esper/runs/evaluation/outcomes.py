@@ -33,7 +33,7 @@ from torch import Tensor
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
-from esper.export.network import flops
+from esper.export.network import BACKWARD, flops
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, architecture_arrays, architectures_of
@@ -54,8 +54,6 @@ from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 
-BACKWARD = 2
-"""Forward passes that one backward pass counts as."""
 _TRAINED = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
 
 

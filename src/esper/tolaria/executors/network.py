@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
-from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
 from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
 from esper.leyline.errors import ConfigError, DataError
@@ -102,7 +101,7 @@ class HostData:
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters
         self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
-        fits = isinstance(p.host_module, ModuleHost) and p.device.type == "cpu"
+        fits = p.host_module.any_layout and p.device.type == "cpu"
         self._channels_last = fits and runs_channels_last(p.host_kind, examples(dataset, 2)[0])
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
@@ -139,7 +138,7 @@ class HostData:
         self.structure = structure
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Inputs of a host as its layers are fastest: images of a user's network channels-last on a CPU, if it takes them."""
+        """Inputs as the layers of a host are fastest: on a CPU the images of a user's network lie channels-last."""
         return channels_last(x) if self._channels_last else x
 
     def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:

@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args
 
@@ -353,12 +354,13 @@ class Growth:
         self.steps = config.episode_length
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
-        self._pool = self._affordable(self._architectures())
+        self._allowed([])  # refuses a limit below the network alone
         if budget.flops is None and budget.minutes is None:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
         self._seconds_per_flop = self._trial() if self.budget.minutes else 0.0
         self._stage, self._fixed, self._last_step = 0, steps, 0.0
+        self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         begin, self._stages = self._plan("halving" if method == "auto" else method)
         self.begin(begin)
 
@@ -372,7 +374,7 @@ class Growth:
         """
         left, target = self._left(), self._fixed or self._config.episode_length
         plain = [Candidate(rate=rate) for rate in RATES]
-        grown = [Candidate(one) for one in self._pool if self._of_step(Candidate(one)) * target <= _AFFORDABLE * left]
+        grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
         if method == "plain":
             plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
@@ -395,16 +397,21 @@ class Growth:
     def _num_slots(self) -> int:
         return self._engine.spec.num_slots
 
-    def _architectures(self) -> list[Architecture]:
-        """One blueprint in every slot, for each blueprint, then in single slots, the last slot first."""
-        spec = self._engine.spec
-        names = [spec.blueprint_names[i] for i in spec.selectable]
-        seeds = {(slot, name): PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids for name in names}
-        everywhere = [Architecture(tuple(seeds[slot, name] for slot in spec.slot_ids)) for name in names]
-        single = [Architecture((seeds[slot, name],)) for slot in reversed(spec.slot_ids) for name in names]
-        return list(dict.fromkeys([*everywhere, *single]))
+    def _architectures(self, most: float) -> list[Architecture]:
+        """Each blueprint in every slot and in each single one, the dearest first, and the blueprints in turn.
 
-    def _affordable(self, architectures: Sequence[Architecture]) -> list[Architecture]:
+        Those are left out whose step of training and measuring costs more than `most` FLOPs.
+        """
+        spec = self._engine.spec
+        of_blueprint = []
+        for name in (spec.blueprint_names[i] for i in spec.selectable):
+            seeds = [PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids]
+            variants = dict.fromkeys([Architecture(tuple(seeds)), *(Architecture((seed,)) for seed in seeds)])
+            fit = [one for one in self._allowed([*variants]) if self._of_step(Candidate(one)) <= most]
+            of_blueprint.append(sorted(fit, key=self._prices.flops, reverse=True))
+        return [one for turn in zip_longest(*of_blueprint) for one in turn if one is not None]
+
+    def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""
         limit = self.budget.params
         if limit is not None and limit < self._prices.host_params:
@@ -549,7 +556,7 @@ class Growth:
         order = self._engine.spec.slot_ids.index
         more = [one.slots[0] for one in self._pool if len(one.slots) == 1 and one.slots[0].slot not in taken]
         grown = [Architecture(tuple(sorted((*own, seed), key=lambda s: order(s.slot)))) for seed in more]
-        return [replace(candidate, architecture=one) for one in self._affordable(grown)]
+        return [replace(candidate, architecture=one) for one in self._allowed(grown)]
 
     def _continue(self, chosen: Sequence[tuple[int, Candidate | None]]) -> None:
         """Go on with entries as they are (None), or with copies of them that have become another candidate."""

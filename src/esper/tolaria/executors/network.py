@@ -60,6 +60,8 @@ class HostData:
         instances: what makes hosts differ; None for equal ones.
         lr_factors: [N] multiply the learning rates of each host and its seeds; None for 1.
 
+    The step in which each host (0) and the seed in each of its slots was born decides its learning rate.
+
     Attributes:
         objective: that of training. objectives: those of measuring by split, because R² depends on its targets.
         structure: of the last `apply_structure`. episode: of the last `reset`.
@@ -105,6 +107,7 @@ class HostData:
         self._channels_last = fits and runs_channels_last(p.host_kind, examples(dataset, 2)[0])
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
+        self._born = np.zeros((population.num_envs, 1 + population.num_slots), dtype=np.int64)
         self._given_factors = None if lr_factors is None else lr_factors.to(population.device)
         self._distribution = instances
         self._instances: Instances | None = None
@@ -115,6 +118,7 @@ class HostData:
         self.population.reset(episode)
         self.scaler.reset()
         self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
+        self._born[:] = 0
         self._draw_instances()
 
     def _draw_instances(self) -> None:
@@ -135,26 +139,29 @@ class HostData:
         p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self.episode, structure.t)
         p.snapshot_hosts(structure.snapshot)
         p.snapshot_seeds(structure.keep)
+        self._born[:, 1:][structure.germinated] = structure.t
         self.structure = structure
 
     def laid_out(self, x: Tensor) -> Tensor:
         """Inputs as the layers of a host are fastest: on a CPU the images of a user's network lie channels-last."""
         return channels_last(x) if self._channels_last else x
 
-    def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:
-        """What multiplies the learning rates of each host and its seeds in step `t`; None for 1.
+    def lr_factors(self, t: int) -> Float[Tensor, "N C"] | None:
+        """What multiplies the learning rates in step `t`, [N, 1 + S] (a host, then its slots); None for 1.
 
         The product of the schedule, of the host's instance, and of what this engine was given.
         """
-        p, factors = self.population, list[Tensor]()
-        if p.optimizer_spec.is_scheduled:
-            factor = schedule_factor(p.optimizer_spec, t - self._begin, self._length)
-            factors.append(torch.full((p.num_envs,), factor, device=p.device))
-        if self._instances is not None:
-            factors.append(self._instances.lr_factor)
-        if self._given_factors is not None:
-            factors.append(self._given_factors)
-        return reduce(torch.mul, factors) if factors else None
+        p = self.population
+        of_instances = None if self._instances is None else self._instances.lr_factor
+        of_hosts = [factors for factors in (of_instances, self._given_factors) if factors is not None]
+        if not p.optimizer_spec.is_scheduled and not of_hosts:
+            return None
+        of_birth = [
+            schedule_factor(p.optimizer_spec, t - self._begin, self._length, born=max(0, born - self._begin))
+            for born in range(t)
+        ]
+        scheduled = torch.tensor(of_birth, dtype=torch.float32)[torch.from_numpy(self._born)]
+        return reduce(lambda found, own: found * own[:, None], of_hosts, scheduled.to(p.device, non_blocking=True))
 
     def train_batches(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
@@ -211,6 +218,7 @@ class HostData:
             "loss_scale": self.scaler.scale,
             "good_steps": self.scaler.good_steps,
             "episode": torch.tensor(self.episode),
+            "born": torch.from_numpy(self._born),
         }
 
     def load_state_dict(self, state: StateTree) -> None:
@@ -220,6 +228,7 @@ class HostData:
         self.scaler.scale.copy_(state["loss_scale"])
         self.scaler.good_steps.copy_(state["good_steps"])
         self.episode = int(state["episode"])
+        self._born[:] = state["born"].numpy()
         self._draw_instances()
 
 

@@ -66,6 +66,8 @@ RATES = (1.0, 1 / 3, 3.0)
 """Factors of the learning rate of the network alone."""
 PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
+_MANY = 12
+"""Candidates above which two rungs cost less than one."""
 _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
@@ -230,12 +232,16 @@ class Stage:
     new: int = 0
 
 
-def halving_stages(count: int, factor: int = 3) -> tuple[Stage, ...]:
-    """Successive halving: of `count` candidates a third is left at a third of the steps, a ninth of them at a ninth."""
-    sizes = [count]
-    while sizes[-1] > 1:
-        sizes.append(max(1, sizes[-1] // factor))
-    return tuple(Stage(factor ** -(len(sizes) - 1 - i), size) for i, size in enumerate(sizes))
+def halving_stages(count: int) -> tuple[Stage, ...]:
+    """Successive halving with long rungs, because young candidates say little: after a third of the steps one goes on.
+
+    Of more than twelve a quarter goes on after a fifth of the steps, and one after half of them.
+    """
+    if count == 1:
+        return (Stage(1.0, 1),)
+    if count <= _MANY:
+        return (Stage(1 / 3, count), Stage(1.0, 1))
+    return (Stage(0.2, count), Stage(0.5, count // 4), Stage(1.0, 1))
 
 
 def climbing_stages(climbs: int, neighbours: int) -> tuple[Stage, ...]:
@@ -535,19 +541,26 @@ class Growth:
     def _next_stage(self) -> None:
         self._stage += 1
         stage = self._stages[self._stage]
-        ranked = sorted(self.rows, key=lambda row: -self.entries[row].score(_SMOOTHED))
-        chosen: list[tuple[int, Candidate | None]] = [(row, self._at_best_rate(row)) for row in ranked[: stage.kept]]
+        known = [row for row in self.rows if self._stage > 1 or self.entries[row].candidate.rate == 1.0]
+        ranked = sorted(known, key=lambda row: -self.entries[row].score(_SMOOTHED))
+        chosen: list[tuple[int, Candidate | None]] = [self._at_best_rate(row) for row in ranked[: stage.kept]]
         best = self.entries[ranked[0]].candidate
         chosen += [(ranked[0], neighbour) for neighbour in self._neighbours(best)[: stage.new]]
         self._continue(chosen)
 
-    def _at_best_rate(self, row: int) -> Candidate | None:
-        """An entry with seeds at the learning rate that was best for the network alone, if it has another one."""
+    def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
+        """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
+
+        So the rate and the architecture are chosen apart: an architecture is compared at the rate of the task.
+        """
         candidate = self.entries[row].candidate
-        alone = [entry for entry in self.entries if not entry.candidate.architecture.slots]
-        best = max(alone, key=lambda entry: entry.score(_SMOOTHED)).candidate.rate
-        changes = self._stage == 1 and candidate.architecture.slots and candidate.rate != best
-        return replace(candidate, rate=best) if changes else None
+        alone = [other for other in self.rows if not self.entries[other].candidate.architecture.slots]
+        best = max(alone, key=lambda other: self.entries[other].score(_SMOOTHED)) if alone else row
+        if self._stage > 1 or candidate.rate == self.entries[best].candidate.rate:
+            return row, None
+        if not candidate.architecture.slots:
+            return best, None
+        return row, replace(candidate, rate=self.entries[best].candidate.rate)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""

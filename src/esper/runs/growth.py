@@ -54,7 +54,7 @@ from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import training_bounds
-from esper.tolaria.memory import predict
+from esper.tolaria.memory import available_bytes, predict
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
 
@@ -364,7 +364,12 @@ class Growth:
         if budget.flops is None and budget.minutes is None:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
-        self._seconds_per_flop = self._trial() if self.budget.minutes else 0.0
+        task = self._config.task_spec()
+        trial, free = predict(self._engine.config, task, dataset, device), available_bytes(device)
+        trial.require(1, free, "candidates")
+        self._most = trial.most_hosts(free)
+        batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
+        self._seconds_per_flop = trial.batch_seconds / batch  # until steps are measured
         self._stage, self._fixed, self._last_step = 0, steps, 0.0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         begin, self._stages = self._plan("halving" if method == "auto" else method)
@@ -395,6 +400,8 @@ class Growth:
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
         for candidates, stages in plans:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
+            if max(stage.kept + stage.new for stage in stages) > self._most:
+                continue
             if longest(costs, until, left) >= _NEARLY * target and target * until[0] >= 1.0:
                 break
         return candidates, stages
@@ -426,13 +433,6 @@ class Growth:
                 "allow at least as many, or start with a smaller network."
             )
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
-
-    def _trial(self) -> float:
-        """Seconds of one FLOP, by a trial of one batch; the steps themselves are measured later."""
-        task = self._config.task_spec()
-        found = predict(self._engine.config, task, self._dataset, self._device)
-        flops = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
-        return found.batch_seconds / flops
 
     def _left(self) -> float:
         """FLOPs that may still be spent."""

@@ -121,6 +121,7 @@ class Bench:
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
+        measured_share: float = 1.0,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         **population_settings: object,
@@ -130,7 +131,7 @@ class Bench:
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
             batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
-            scaler=LossScaler(scaler_dtype, num_envs, device),
+            measured_share=measured_share, scaler=LossScaler(scaler_dtype, num_envs, device),
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

@@ -248,7 +248,11 @@ def test_its_thresholds_can_be_other_ones():
     held = {"stage": STAGE_AT_0[HOLDING], "params": torch.tensor([[1000, 0, 0]]), "contribution_step": 20}
 
     def op(**slots) -> int:
-        return policy.act(observation(20, legal_only(1, 3, *ALL_AT_0[2:4]), hosts=HOST, **held, **slots)).actions[0, 7].item()
+        return (
+            policy.act(observation(20, legal_only(1, 3, *ALL_AT_0[2:4]), hosts=HOST, **held, **slots))
+            .actions[0, 7]
+            .item()
+        )
 
     # judged after a quarter of the time from birth to step 60; 6 ln 2 + 1 = 5.159
     assert [op(age=13, contribution=9.0), op(age=14, contribution=9.0)] == [WAIT, FOSSILIZE]

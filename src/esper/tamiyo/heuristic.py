@@ -8,9 +8,9 @@ In each step a host does the first of these that is legal, in the first slot:
                 (ties in rotation)
     ADVANCE     a seed whose gate needs it
 
-A seed earns its price if its measured contribution is above what its parameters cost in J. It is judged in HOLDING, after
-a share of the time from its birth to the end of the episode: what a young seed contributes says little about what it will
-(docs/experiments.md). `HeuristicRules` has the numbers; `esper search --heuristic` tunes them for a task.
+A seed earns its price if its measured contribution is above what its parameters cost in J. It is judged in HOLDING,
+after a share of the time from its birth to the end of the episode: what a young seed contributes says little about what
+it will (docs/experiments.md). `HeuristicRules` has the numbers; `esper search --heuristic` tunes them for a task.
 
 Accuracies are percentage points, times are control steps.
 

@@ -111,6 +111,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         last_batch=task.last_batch,
         scaler=scaler,
         instances=task.instances,
+        measured_share=config.lifecycle.measured_share,
     )
 
 

@@ -8,6 +8,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, final
 
@@ -57,6 +58,7 @@ class HostData:
         batches_per_step: of training; None for the whole split. last_batch: of the whole split in training.
         scaler: precision of training.
         instances: what makes hosts differ; None for equal ones.
+        measured_share: of the validation examples, in each step.
 
     Attributes:
         objective: that of training. objectives: the same by split, because R² depends on the split's targets.
@@ -78,6 +80,7 @@ class HostData:
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
+        measured_share: float = 1.0,
     ) -> None:
         self.population, self.dataset, self.scaler = population, dataset, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
@@ -85,6 +88,11 @@ class HostData:
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches(batch_val, "val")
+        self._measured_share, self._measured = measured_share, self._val
+        if measured_share < 1.0:
+            # instances name rows of the whole split
+            some = dataset if instances is not None else replace(dataset, val=dataset.val.part(measured_share))
+            self._measured = SharedBatchIterator(some, p.num_envs, batch_val, "val", p.run_seed, p.device)
         self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
         self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
@@ -114,6 +122,8 @@ class HostData:
         self._instances, self.lr_factor = drawn, drawn.lr_factor
         self._train.choose(drawn.train)
         self._val.choose(drawn.val)
+        if self._measured is not self._val:
+            self._measured.choose(drawn.val.part(self._measured_share))
 
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
@@ -130,6 +140,10 @@ class HostData:
         self.population.moment.episode, self.population.moment.t = self.episode, t
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
+
+    def measured_batches(self) -> SharedBatchIterator:
+        """The validation examples on which a step measures."""
+        return self._measured
 
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
@@ -333,7 +347,7 @@ class NetworkExecutor(ABC):
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
         """The coalitions of the structure, in `num_columns` columns; the rest of a row is not to be read."""
-        sums = self.sum_scores(self.data.evaluation("val"), alpha, self.data.coalition_sets(), num_columns)
+        sums = self.sum_scores(self.data.measured_batches(), alpha, self.data.coalition_sets(), num_columns)
         return measured(self.data.objective, sums)
 
     @torch.no_grad()

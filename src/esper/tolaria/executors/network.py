@@ -8,6 +8,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple, final
 
@@ -59,6 +60,7 @@ class HostData:
         schedule: control steps after which the schedule of the learning rates begins, and with which it ends.
         instances: what makes hosts differ; None for equal ones.
         lr_factors: [N] multiply the learning rates of each host and its seeds; None for 1.
+        measured_share: of the validation examples, in each step.
 
     The step in which each host (0) and the seed in each of its slots was born decides its learning rate.
 
@@ -86,6 +88,7 @@ class HostData:
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
         lr_factors: Float[Tensor, " N"] | None = None,
+        measured_share: float = 1.0,
     ) -> None:
         self._begin, end = schedule
         self._length = end - self._begin
@@ -96,6 +99,11 @@ class HostData:
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches(batch_val, "val")
+        self._measured_share, self._measured = measured_share, self._val
+        if measured_share < 1.0:
+            # instances name rows of the whole split
+            some = dataset if instances is not None else replace(dataset, val=dataset.val.part(measured_share))
+            self._measured = SharedBatchIterator(some, p.num_envs, batch_val, "val", p.run_seed, p.device)
         self.objective = of_split(objective, self._train.data.y)
         self._measured_by = of_measuring(objective)
         self.objectives: dict[SplitName, Objective] = {"val": of_split(self._measured_by, self._val.data.y)}
@@ -130,6 +138,8 @@ class HostData:
         self._instances = drawn
         self._train.choose(drawn.train)
         self._val.choose(drawn.val)
+        if self._measured is not self._val:
+            self._measured.choose(drawn.val.part(self._measured_share))
 
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
@@ -168,6 +178,10 @@ class HostData:
         self.population.moment.episode, self.population.moment.t = self.episode, t
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
+
+    def measured_batches(self) -> SharedBatchIterator:
+        """The validation examples on which a step measures."""
+        return self._measured
 
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
@@ -373,7 +387,7 @@ class NetworkExecutor(ABC):
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
         """The coalitions of the structure, in `num_columns` columns; the rest of a row is not to be read."""
-        sums = self.sum_scores(self.data.evaluation("val"), alpha, self.data.coalition_sets(), num_columns)
+        sums = self.sum_scores(self.data.measured_batches(), alpha, self.data.coalition_sets(), num_columns)
         return measured(self.data.objective, sums)
 
     @torch.no_grad()

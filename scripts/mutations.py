@@ -120,8 +120,8 @@ TAMIYO = [
        "tests/tamiyo", "heads"),
     _m("tamiyo: the gradient passes through a reset of the recurrent state",
        "tanh_c_all * o * (1.0 - o), f * keep", "tanh_c_all * o * (1.0 - o), f", "tests/tamiyo", "recurrence"),
-    _m("tamiyo: the heuristic keeps hostages",
-       "contribution > rules.fossilize_above) & ~hostage", "contribution > rules.fossilize_above)",
+    _m("tamiyo: the heuristic judges a seed as soon as it is measured",
+       "measured_NS & (slots.age >= rules.patience *", "measured_NS & (slots.age >= 0.0 *",
        "tests/tamiyo", "heuristic"),
 ]
 AGENT = [

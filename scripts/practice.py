@@ -26,13 +26,15 @@ import tyro
 from esper.leyline.errors import ConfigError, EsperError
 from esper.runs.assembly.run_config import data_folder
 from esper.telemetry.machine import commit
+from practice_grown import grow
 from practice_hosts import HOSTS, WIDER
 from practice_plain import budget_of, num_params, plans, run
-from practice_table import Result, page
+from practice_table import GROWN, Result, page
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- practice: begin -->", "<!-- practice: end -->")
-METHODS = ("plain", "plain, long", "wider", "wider, long")
+GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
+METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING))
 FILE = "results.jsonl"
 
 
@@ -107,7 +109,15 @@ def measured(job: Job, data_dir: Path | None) -> Result:
     data = whole.fewer(job.examples, max(1, len(whole.val[1]) * job.examples // host.examples))
     budget, limit = budget_of(host, data, job.epochs), num_params(host.net(WIDER))
     began = cpu_seconds()
-    found = run(host, data, plans(host, data, budget)[job.method], job.seed)
+    if job.method.startswith(GROWN):
+        found = grow(host, data, job.epochs, job.method.removeprefix(GROWN), budget, limit, job.seed)
+    else:
+        found = run(host, data, plans(host, data, budget)[job.method], job.seed)
+    if found.flops > budget or found.params > limit:
+        raise ConfigError(
+            f"{job.method} on {job.host} spent {found.flops:,.0f} FLOPs and kept {found.params:,} parameters; "
+            f"allowed are {budget:,.0f} and {limit:,}."
+        )
     return Result(
         **asdict(job), **asdict(found), data=data.label, limit=limit, budget=budget, seconds=cpu_seconds() - began,
         commit=commit(),

@@ -51,7 +51,7 @@ def main() -> None:
     task = esper.Task(
         model=SmallNet, slots=["stem", "body"], train=train, val=(x[1000:1400], y[1000:1400]), test=test, batch=50
     )
-    grown = esper.grow(task, controller="fixed_schedule_fill", best_of=2)
+    grown = esper.grow(task, method="fixed_schedule_fill", best_of=2)
     grown.save(FOLDER, overwrite=True)
 
     spec = importlib.util.spec_from_file_location("grown_model", FOLDER / "model.py")

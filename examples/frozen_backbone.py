@@ -46,7 +46,7 @@ def main() -> None:
         return net
 
     task = esper.Task(model=model, slots=["stem", "body"], train=(x[~old], y[~old] - 5), batch=50, name="digits5to9")
-    grown = esper.grow(task, controller="fixed_schedule_fill", best_of=2)
+    grown = esper.grow(task, method="fixed_schedule_fill", best_of=2)
     print(grown)
     print(f"{grown.unit} on test images {grown.test_points:.1f}")
     kept = grown.module.get_parameter("network.stem.0.weight")

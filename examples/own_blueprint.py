@@ -20,7 +20,7 @@ def main() -> None:
     """Let the controller choose between it and the built-in blueprints."""
     run = esper.train("digits", rounds=2, num_envs=4, episode_length=20)
     print(f"100·J of each round: {', '.join(f'{value:.1f}' for value in run.objective)}")
-    print(esper.grow("digits", controller=run, best_of=4).timeline)
+    print(esper.grow("digits", method=run, best_of=4).timeline)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Greedy:
 def main() -> None:
     """Beside a network that does not grow."""
     for controller in ("wait_only", "greedy"):
-        grown = esper.grow("digits", controller=controller, best_of=4)
+        grown = esper.grow("digits", method=controller, best_of=4)
         print(f"{controller}: {grown.num_params:,} parameters, {grown.unit} on the test split {grown.test_points:.1f}")
     print(grown.timeline)
 

@@ -35,7 +35,7 @@ def main() -> None:
         episode_length=25,
     )
     for controller in ("wait_only", "heuristic"):
-        grown = esper.grow(task, controller=controller, best_of=4)
+        grown = esper.grow(task, method=controller, best_of=4)
         print(f"{controller}: {grown.num_params:,} parameters, {grown.unit} {grown.test_points:.1f} on the test split")
         print(grown.timeline)
 

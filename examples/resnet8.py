@@ -62,7 +62,7 @@ def main() -> None:
         episode_length=20,
     )
     run = esper.train(task, rounds=2, num_envs=4)
-    grown = esper.grow(task, controller=run, best_of=4)
+    grown = esper.grow(task, method=run, best_of=4)
     print(grown.timeline)
     print(f"{grown.num_params:,} parameters, {grown.unit} on test images {grown.test_points:.1f}")
     grown.save("grown-resnet8", overwrite=True)

@@ -178,7 +178,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         "Operators of a control step, null task, 16 hosts",
-        ("scripts/profile_hot_path_operations.py", "--hosts", "16", "--no-networks", "--max-seconds", "0.5"),
+        ("scripts/profile_hot_path_operations.py", "--hosts", "16", "--max-seconds", "0.5"),
         (operations,),
     ),
     Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py",), (gae,)),

@@ -36,7 +36,7 @@ def grown(*architectures: Architecture, steps: int = 4, of: TaskSpec | None = No
     engine = tiny.engine(len(architectures), steps, of=of)
     client = ToyClient(engine.spec)
     engine.reset(client, 0)
-    engine.start_with(architectures)
+    engine.add_fossils(architectures)
     stats = engine.rollout(client)
     assert stats is not None
     return GrownHosts(engine, stats)

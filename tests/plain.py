@@ -76,7 +76,7 @@ class PlainTraining:
         self.optimizers: list[tuple[list[nn.Parameter], torch.optim.Optimizer]] = []
         self._optimize(list(self.model.parameters()), SGD.host_lr, SGD.sgd_weight_decay)
         self.seeds: dict[str, nn.Module] = {}
-        self.loss, self.correct, self.examples = 0.0, 0, 0
+        self.loss, self.correct, self.examples, self.label_smoothing = 0.0, 0, 0, 0.0
         for s, slot in enumerate(SLOTS):
             if bench.slots.stage[host, s] not in (1, 2, 8, 9, 10):
                 alpha = float(bench.slots.alpha[host, s]) or None
@@ -132,7 +132,7 @@ class PlainTraining:
             for _, optimizer in self.optimizers:
                 optimizer.zero_grad()
             logits = self.model(data.x[batch])
-            loss = F.cross_entropy(logits, data.y[batch])
+            loss = F.cross_entropy(logits, data.y[batch], label_smoothing=self.label_smoothing)
             loss.backward()
             if number == len(batches) - 1:
                 on_last_batch()

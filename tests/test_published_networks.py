@@ -1,4 +1,4 @@
-"""Every third published network trains, agrees with plain PyTorch, is saved, and loads without esper.
+"""Every sixth published network trains, agrees with plain PyTorch, is saved, and loads without esper.
 
 `scripts/write_networks.py` checks all of them.
 """
@@ -11,10 +11,10 @@ import write_networks
 from published import every
 from published.entry import Published
 
-FAST = {"in-place behind slots", "random.random()", "no_grad"}
+FAST = {"in-place behind slots", "no_grad"}
 """Their checks take some seconds; the others are slow."""
 NETWORKS = every()
-TRIED = [of for i, of in enumerate(NETWORKS) if i % 3 == 0 or of.name in FAST]
+TRIED = [of for i, of in enumerate(NETWORKS) if i % 6 == 0 or of.name in FAST]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 order), which the network passes in the order r0c0, r1c0, r0c1. The last of three training batches is short.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as data_replace
 
 import numpy as np
@@ -73,6 +73,7 @@ def engine(
     of: TaskSpec | None = None,
     rules: Mapping[str, object] | None = None,
     on_step: StepListener | None = None,
+    lr_factors: Sequence[float] | None = None,
     **config: object,
 ) -> VectorizedEngine:
     """An engine of the tiny task (or `of`); seeds train for one epoch and may be pruned at any age."""
@@ -83,7 +84,8 @@ def engine(
         "run_seed": 5, "executor": "streamed",
     }  # fmt: skip
     data = None if chosen.host is None else dataset()
-    return build_engine(EngineConfig(**{**settings, **config}), chosen, data, CPU, on_step=on_step)
+    full = EngineConfig(**{**settings, **config})
+    return build_engine(full, chosen, data, CPU, on_step=on_step, lr_factors=lr_factors)
 
 
 def population(
@@ -123,6 +125,8 @@ class Bench:
         instances: InstanceDistribution | None = None,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
+        episode_length: int = 12,
+        lr_factors: Tensor | None = None,
         **population_settings: object,
     ) -> None:
         self.population = population(num_envs, device=device, **population_settings)
@@ -130,7 +134,7 @@ class Bench:
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
             batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
-            scaler=LossScaler(scaler_dtype, num_envs, device),
+            scaler=LossScaler(scaler_dtype, num_envs, device), episode_length=episode_length, lr_factors=lr_factors,
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

@@ -2,7 +2,7 @@
 
 task = esper.Task(model=MyNet, slots=["stem", "layer2.1"], train=(x, y), val=(xv, yv), test=(xt, yt))
 run = esper.train(task, rounds=30)
-grown = esper.grow(task, controller=run)
+grown = esper.grow(task, budget=esper.Budget(minutes=10))  # or let a trained controller grow it: method=run
 
 The names in `__all__` are public and stay; everything else may change. They are imported when they are used, so that
 `import esper` takes no time.
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from esper.api.run import train as train
     from esper.api.task import Task as Task
     from esper.api.task import register_task as register_task
+    from esper.runs.growth import Budget as Budget
     from esper.simic.rewards import register_reward as register_reward
     from esper.tamiyo.baselines import register_policy as register_policy
 
 __version__ = "0.1.0"
 _HOME = {
+    "Budget": "esper.runs.growth",
     "Task": "esper.api.task",
     "train": "esper.api.run",
     "evaluate": "esper.api.run",

@@ -28,8 +28,8 @@ WRONG = [
     (lambda: esper.Task(MyNet), "esper.Task: missing a required argument: 'slots'; its arguments are model, slots"),
     (lambda: esper.grow(MyNet), r"esper.grow: task is the class MyNet; it must be Task \| TaskSpec \| str."),
     (
-        lambda: esper.grow("digits", controller=None),
-        r"controller is None; it must be Run \| Path \| str \| Schedule \| Callable",
+        lambda: esper.grow("digits", method=None),
+        r"method is None; it must be Run \| Path \| str \| Schedule \| Callable",
     ),
     (lambda: esper.grow("digits", bestof=3), "esper.grow has no argument 'bestof'; did you mean 'best_of'?"),
     (lambda: esper.grow("digits", best_of=0), "best_of is 0; at least 1 network is needed."),

@@ -78,6 +78,10 @@ WRONG = [
     ({"optimizer": partial(T.SGD, nesterov=True)}, "sgd with nesterov=True is not available here"),
     ({"optimizer": partial(T.Adam, amsgrad=True)}, "adam with amsgrad=True is not available here"),
     ({"clip": 0.0}, "optimizer.grad_clip is 0.0; it must be above 0"),
+    ({"warmup": 3, "episode_length": 3}, "warmup is 3, but an episode has 3 control steps"),
+    ({"schedule": "step"}, "schedule is 'step'; it must be Literal['constant', 'cosine', 'linear']"),
+    ({"label_smoothing": 1.0}, "objective.label_smoothing is 1.0; it must be below 1"),
+    ({"label_smoothing": 0.1, "loss": lambda o, y: o.sum(dim=1)}, "label_smoothing and a loss of your own are given"),
     ({"weight_decay": -1.0}, "optimizer.adamw_weight_decay is -1.0; it must be at least 0"),
 ]
 
@@ -87,6 +91,11 @@ def test_an_optimizer_that_cannot_be_had_exactly_is_refused(changes, said):
     with pytest.raises(ConfigError) as caught:
         own_task(**changes)
     assert said in str(caught.value)
+
+
+def test_schedule_and_smoothing_reach_the_task():
+    spec = own_task(schedule="cosine", warmup=2, label_smoothing=0.1).spec
+    assert (spec.optimizer.schedule, spec.optimizer.warmup, spec.objective.label_smoothing) == ("cosine", 2, 0.1)
 
 
 def test_values_that_are_not_numbers_are_refused():

@@ -52,27 +52,24 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert capfd.readouterr().out.startswith(f"esper: {name}, 2 hosts x 4 steps x 1 round")
 
     before = contents(run)
-    for words in (["train", "--resume"], ["evaluate"], ["grow", "mine.py:task", "--controller"]):
+    for words in (["train", "--resume"], ["evaluate"], ["grow", "mine.py:task", "--method"]):
         if words[0] != "grow":
             assert main([*words, str(run)]) == 2
             assert "names code that would be executed" in capfd.readouterr().err
     assert contents(run) == before
     assert main(["train", "--resume", str(run), "--plugins", "mine.py"]) == 0
     assert main(["evaluate", str(run), "wait_only", "--num-envs", "1", "--trust"]) == 0
-    assert main(["export", str(run), "--out", "exported", "--trust"]) == 0
     assert main(["tasks", "mine.py:task"]) == 0
     out = capfd.readouterr().out
     assert "host: Small, 50 parameters" in out  # 40 of the convolution, 10 of the head
     assert "● body   4 channels" in out
 
-    assert main(["grow", "mine.py:task", "--controller", str(run), "--best-of", "2", "--out", "grown", *FAST[:-2]]) == 0
+    assert main(["grow", "mine.py:task", "--method", str(run), "--best-of", "2", "--out", "grown", *FAST[:-2]]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"esper: grow {name} by {run}, 2 networks x 4 steps, seed 0\n")
     assert "step  slot" in out
     assert "\ngrown: model.json, model.py, model.safetensors, timeline.json\n" in out
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
-    assert main(["grow", "mine.py:task", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
-    assert "2 networks" in capfd.readouterr().out
     assert main(["grow", "mine.py:task", "--out", "grown"]) == 2
     assert "grown exists already" in capfd.readouterr().err
 
@@ -90,7 +87,7 @@ def test_a_run_of_a_registered_task_grows_it_by_its_settings(tmp_path, capfd):
     run = tmp_path / "run"
     assert small_runs.train(run, "streamed", 1) == 0
     capfd.readouterr()
-    assert main(["grow", "tiny", "--controller", str(run), "--seed", "3"]) == 0
+    assert main(["grow", "tiny", "--method", str(run), "--seed", "3"]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"esper: grow tiny by {run}, 1 network x 6 steps, seed 3\n")
     assert "parameters: 375 of the host, " in out

@@ -11,7 +11,6 @@ import pytest
 import esper
 from esper.cli import main
 from esper.cli.record import SHOWN
-from small_runs import train
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +36,6 @@ def test_an_answer_is_a_table_json_or_csv(run: Path, capsys: pytest.CaptureFixtu
     assert cells[0] == ["round", "host", "reward"]
     assert cells[2] == ["1", "1", ""]
     assert float(cells[1][2]) == rows[0]["reward"]
-
-
-def test_a_select_may_be_longer_than_a_path(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sql = f"select count(*) n from steps where {' and '.join(['t > 0'] * 1000)}"
-    assert output(capsys, str(run), sql)[:2] == (0, "n   \n72  \n")
 
 
 def test_a_long_table_is_cut_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,12 +78,6 @@ def test_a_run_gives_rows_and_frames(run: Path) -> None:
     assert len(frame) == 72 - 3
     assert frame["op"].isin(["WAIT", "GERMINATE", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE", "ADVANCE"]).all()
     assert loaded.polars("select host from decisions").columns == ["host"]
-
-
-def test_a_finished_run_says_what_looks_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    del run
-    assert train(tmp_path / "again", "null", 1) == 0
-    assert "look at rollbacks (round 1; 0.333): More than a quarter" in capsys.readouterr().out
 
 
 def test_the_speed_of_a_round_counts_its_update_too(run: Path) -> None:

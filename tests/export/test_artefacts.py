@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import tiny
 from esper.export import checking
-from esper.export.grown import GrownModule, load_state, state_of
+from esper.export.grown import state_of
 from esper.export.network import HOW_TO_LOAD, load
-from esper.export.source import Code, written
+from esper.export.source import written
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ExportError
 
@@ -246,12 +246,6 @@ def test_an_unknown_format_is_refused_with_the_nearest(network_of, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(HAS_ONNX, reason="the extra `onnx` is installed")
-def test_without_onnx_the_note_says_what_to_install(network_of, tmp_path):
-    (note,) = network_of(0).save(tmp_path / "grown", formats=("onnx",)).notes
-    assert "pip install 'esper-growth[onnx]'" in note
-
-
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
@@ -274,17 +268,3 @@ def test_outputs_of_tuples_dictionaries_and_dataclasses_are_found():
         pass
 
     assert checking.leaves((a, [b, None], Output(logits=c))) == [a, b, c]
-
-
-def test_weights_that_are_missing_are_an_error():
-    module = GrownModule(nn.Sequential(nn.Linear(2, 2)), {})
-    with pytest.raises(KeyError, match="bias"):
-        load_state(module, {"0.weight": torch.zeros(2, 2)})
-
-
-def test_two_things_of_one_name_get_two_names():
-    import math
-
-    code = Code(imports=False)
-    assert [code.name(nn, "F"), code.name(nn, "F"), code.name(math, "F")] == ["F", "F", "F_"]
-    assert code.import_lines == "import math as F_\nfrom torch import nn as F"

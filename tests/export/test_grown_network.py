@@ -4,14 +4,12 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import tiny
-from esper.export.grown import Grown, GrownSeed, fields_of, plain
+from esper.export.grown import Grown, GrownSeed, plain
 from esper.export.network import GrownNetwork, flops, load
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ExportError
@@ -54,35 +52,10 @@ def test_parameters_and_operations_are_counted_by_hand():
     assert flops(module, host, torch.zeros(5, 1, 6, 6)) == HOST_FLOPS + 2 * 36 * 9 * 16  # of one example of the five
 
 
-class Queries(nn.Module):
-    """A layer takes learned queries [4, 6], as in Perceiver or DETR."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.layer, self.out = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.layer(self.queries.unsqueeze(0).expand(len(x), -1, -1))
-        return self.out(queries.mean(dim=1) + x)
-
-
-def test_operations_on_learned_queries_are_counted():
-    x = torch.randn(8, 5)
-    host = ModuleHostSpec.of(Queries, ["out"], x).build(["out"], x[:1])
-    assert flops(Queries(), host, x) == 2 * (4 * 6 * 5 + 5 * 3)
-
-
 def test_the_parameters_of_an_exported_host_are_those_of_host_and_seeds(trained, network_of):
     for n in range(3):
         found = network_of(n).description
         assert (found.host_params, found.grown_params) == (HOST_PARAMS, int(trained.stats.fossil_params[n]))
-
-
-@pytest.mark.parametrize("host", range(3))
-def test_every_parameter_gets_a_gradient_because_nothing_stops_it(network_of, host):
-    data, module = tiny.dataset().train, network_of(host).module.train()
-    F.cross_entropy(module(data.x), data.y).backward()
-    assert {name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()} == set()
 
 
 def test_seeds_that_are_still_blended_in_belong_to_the_live_network_alone(trained, network_of):
@@ -106,12 +79,6 @@ def test_a_host_that_is_not_there_and_a_task_without_networks_are_refused(traine
         network_of(3)
     with pytest.raises(ExportError, match="'null' is scripted and has no networks"):
         GrownNetwork.of(trained.engine, task_by_name("null"), tiny.dataset(), trained.stats, host=0)
-
-
-def test_only_plain_values_describe_a_host():
-    assert fields_of(tiny.HOST) is not None
-    assert fields_of(np.zeros(2)) is None
-    assert fields_of(replace(tiny.task(), load=print)) is None
 
 
 class Double(nn.Module):

@@ -31,27 +31,6 @@ def images(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    ("of", "count", "offered"),
-    [
-        (spec(base=48, unshuffle=2), 6_058, 3),
-        (spec(base=4, blocks=3, kernel=3, pools=3), 1702, 6),
-        (cifar(blocks=3, pools=3), 6418, 6),
-        (cifar(blocks=5, pools=5), 99922, 10),
-        (cifar(base=1, blocks=3, kernel=1, pools=3), 77, 6),
-        (cifar(base=2, blocks=3, kernel=1, pools=0), 164, 3),
-        (cifar(base=16, blocks=3, pools=3), 24346, 6),
-        (cifar(base=2, blocks=5, kernel=1, pools=5), 1140, 10),
-    ],
-    ids=["digits", "fashion", "baseline", "scale", "impaired", "minimal", "postpool", "deep_impaired"],
-)
-def test_hosts_of_the_presets_have_the_tabulated_size(of, count, offered):
-    assert of.num_params() == count
-    assert len(of.points()) == offered
-    built = host(slots=[p.slot_id for p in of.points()], of=of, size=(32, 32))
-    assert count == sum(p.numel() for p in built.parameters())
-
-
 def test_points_are_listed_in_action_order_with_their_place():
     expected = (
         InjectionPoint(slot_id="r0c0", channels=8, order=0, position=0.25),
@@ -84,10 +63,6 @@ def test_disabled_slots_do_not_exist():
     assert met == ["r1c0"]
     assert built.execution_order() == ("r1c0",)
     assert [p.slot_id for p in built.enabled] == ["r1c0"]
-
-
-def test_the_order_of_the_list_of_slots_does_not_matter():
-    assert host(slots=["r1c0", "r0c1", "r0c0"]).enabled == host().enabled == DIGITS.points()
 
 
 def test_the_forward_pass_equals_the_layers_written_out():
@@ -170,15 +145,6 @@ def test_an_unshuffled_host_is_the_same_host_on_images_that_were_unshuffled_befo
     assert shapes == {point.slot_id: built.features(point) for point in built.enabled}
 
 
-def test_the_size_of_an_unshuffled_host_is_counted_by_hand():
-    of = spec(base=32, unshuffle=2)
-    # block 0: 4*32 + 2*32; block 1: 32*64 + 2*64; head: 64*10 + 10
-    assert of.num_params() == 192 + 2_176 + 650 == sum(p.numel() for p in host(of=of).parameters())
-    assert of.largest_activation(8, 8) == 32 * 4 * 4
-    assert spec(base=1, unshuffle=4).largest_activation(16, 16) == 16 * 16  # the copy of the image itself
-    assert spec(base=1).largest_activation(3, 3) == 10  # logits
-
-
 @pytest.mark.parametrize(
     ("unshuffle", "size", "fits"),
     [(2, (7, 8), "set it to 1,"), (4, (8, 6), "set it to 1 or 2,"), (6, (12, 9), "set it to 1 or 3,")],
@@ -213,8 +179,3 @@ def test_a_value_that_is_not_a_number_is_passed_on():
     h = torch.zeros(1, 1, 2, 4)
     h[0, 0, 1, 0] = torch.nan
     assert max_pool_2x2(h).isnan().tolist() == [[[[True, False]]]]
-
-
-def test_features_in_another_memory_format_pool_to_the_same():
-    h = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(max_pool_2x2(h.contiguous(memory_format=torch.channels_last)), max_pool_2x2(h))

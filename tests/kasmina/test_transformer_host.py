@@ -16,7 +16,6 @@ from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, para
 from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
-from esper.tasks.losses import NextToken
 
 SLOTS = ("r0c0", "r0c1")
 
@@ -40,23 +39,6 @@ def unchanged(slot_id: str, h: Tensor) -> Tensor:
 
 SHAKESPEARE = {"vocabulary": 256, "width": 128, "heads": 4, "layers": 4, "segments": 4, "context": 128}
 STORIES = {"vocabulary": 50257, "width": 384, "heads": 6, "layers": 6, "segments": 3, "context": 256}
-
-
-@pytest.mark.parametrize(
-    ("of", "count"),
-    [
-        (SHAKESPEARE, 842_496),
-        (STORIES, 30_044_544),
-        (STORIES | {"vocabulary": 257}, 10_844_544),
-        ({}, 20 * 8 + 4 * (12 * 64 + 13 * 8) + 16),
-    ],
-)
-def test_hosts_of_the_presets_have_the_tabulated_size(of, count):
-    of = spec(**of)
-    assert of.num_params() == count
-    with torch.device("meta"):
-        built = TransformerHost(of, ["r0c0"], tokens=of.context)
-    assert sum(p.numel() for p in built.parameters()) == count
 
 
 def test_points_end_the_segments_and_are_met_in_the_order_of_the_forward_pass():
@@ -112,12 +94,6 @@ def test_a_token_does_not_move_the_logits_before_it():
     assert (before[:, 4:] != after[:, 4:]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)])
-def test_a_sequence_does_not_see_the_others(rows):
-    built, x = host().eval(), text()
-    torch.testing.assert_close(built(x, unchanged)[rows], built(x[rows], unchanged))
-
-
 # -- initialization ---------------------------------------------------------------------------------------------------
 
 
@@ -136,26 +112,6 @@ def test_weights_are_normal_with_standard_deviation_0_02_and_biases_are_zero():
             assert abs(float(values.mean())) < 0.0015, name
         else:
             assert torch.equal(values, torch.full_like(values, "norm" in name and name.endswith("weight"))), name
-
-
-def test_a_new_host_guesses_no_better_and_no_worse_than_blindly():
-    built, x = host(vocabulary=256, width=32), text(8, vocabulary=256)
-    objective = NextToken(vocabulary=256)
-    scores = objective.scores(built(x, unchanged).detach(), text(8, vocabulary=256, seed=1))
-    assert abs(float(scores.loss.sum() / scores.weight.sum()) - objective.blind_loss) < 0.05
-
-
-def test_the_output_is_tied_to_the_embedding():
-    built = host()
-    assert built.output.weight is built.embedding.weight
-    assert [spec.name for spec in parameter_layout(built).tensors if spec.aliases] == ["embedding.weight"]
-
-
-def test_a_rebuilt_host_has_the_same_architecture_and_other_weights():
-    built = host(slots=["r0c1"])
-    other = deterministic_build(built.rebuild, seed=1)
-    assert (other.spec, other.enabled, other.tokens) == (built.spec, built.enabled, built.tokens)
-    assert not torch.equal(other.embedding.weight, built.embedding.weight)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -215,13 +171,6 @@ def test_attention_drops_weights_in_training_and_scales_those_that_stay():
     assert {round(value, 4) for value in sums[:, 0].unique().tolist()} == {0.0, 1.3333}
     assert {round(value, 4) for value in sums[:, 1].unique().tolist()} == {0.0, 0.6667, 1.3333}
     assert abs(float(sums.mean()) - 1.0) < 0.05
-
-
-def test_dropout_that_keeps_everything_gives_the_attention_of_evaluation():
-    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=1e-9)))
-    h = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(0))
-    draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
-    torch.testing.assert_close(layer.train()(h), layer.eval()(h))
 
 
 def test_attention_that_drops_weights_has_the_gradients_of_its_formula():

@@ -9,10 +9,7 @@ from esper.leyline.lifecycle import (
     CANONICAL_ACTION,
     FIRST_RAMP_STEEPNESS,
     HEAD_NAMES,
-    HEADS,
     NUM_BUILTIN_BLUEPRINTS,
-    NUM_HEADS,
-    NUM_OPS,
     RELEVANCE,
     STYLE_ALGORITHM,
     STYLE_CURVE,
@@ -36,28 +33,9 @@ READS = {
 }
 
 
-def test_the_head_table_is_in_the_order_of_the_head_indices():
-    assert tuple(head.name.lower() for head in Head) == HEAD_NAMES
-    assert (NUM_HEADS, NUM_OPS) == (8, 6)
-
-
 def test_each_operation_reads_the_heads_of_its_row():
     for op, names in READS.items():
         assert {name for name, read in zip(HEAD_NAMES, RELEVANCE[op], strict=True) if read} == names
-
-
-def test_sizes_of_a_run_with_three_slots():
-    assert head_sizes(3) == (3, 13, 4, 3, 3, 4, 5, 6)
-    assert head_sizes(1, num_blueprints=20) == (1, 20, 4, 3, 3, 4, 5, 6)
-
-
-def test_value_tables_have_one_row_per_value_of_their_head():
-    sizes = dict(zip(HEAD_NAMES, head_sizes(3), strict=True))
-    assert len(TEMPO_TICKS) == len(TEMPO_NAMES) == sizes["tempo"]
-    assert len(ALPHA_TARGETS) == len(ALPHA_TARGET_NAMES) == sizes["alpha_target"]
-    assert len(ALPHA_SPEED_TICKS) == len(ALPHA_SPEED_NAMES) == sizes["alpha_speed"]
-    assert len(ALPHA_CURVES) == len(ALPHA_CURVE_STEEPNESS) == len(ALPHA_CURVE_NAMES) == sizes["alpha_curve"]
-    assert len(STYLE_ALGORITHM) == len(STYLE_CURVE) == len(Style) == sizes["style"]
 
 
 def test_the_canonical_action_is_wait_with_values_inside_their_heads():
@@ -103,13 +81,3 @@ def test_every_curve_has_its_shape_and_the_sigmoids_their_steepness():
     assert [found[name] for name in ("SIGMOID_GENTLE", "SIGMOID", "SIGMOID_SHARP")] == [
         (AlphaCurve.SIGMOID, 6.0), (AlphaCurve.SIGMOID, 12.0), (AlphaCurve.SIGMOID, 24.0),
     ]  # fmt: skip
-
-
-def test_the_entropy_constants_of_every_head():
-    # bonus, floor, coefficient of the floor, alarm
-    ramp = (1.2, 0.10, 0.1, 0.08)
-    assert {head.name: (head.bonus, head.floor, head.floor_weight, head.alarm) for head in HEADS} == {
-        "op": (1.0, 0.30, 0.3, 0.08), "slot": (1.0, 0.15, 0.1, 0.10), "blueprint": (1.3, 0.20, 0.3, 0.05),
-        "style": (1.2, 0.15, 0.1, 0.08), "tempo": (1.3, 0.20, 0.3, 0.05),
-        "alpha_target": ramp, "alpha_speed": ramp, "alpha_curve": ramp,
-    }  # fmt: skip

@@ -168,7 +168,7 @@ def agreement(of: Published, executor: str) -> tuple[str, str]:
     changes = {"optimizer": "sgd", "lr": 0.01, "batches_per_step": PER_STEP, "episode_length": STEPS}
     task = quiet.task(val=(x, y), test=(x, y), **changes)
     weights, taken = first_weights(task, executor)
-    grown = esper.grow(task, controller="wait_only", steps=STEPS, progress=False, executor=executor, workers=1)
+    grown = esper.grow(task, method="wait_only", steps=STEPS, progress=False, executor=executor, workers=1)
     network = plain_network(model, x)
     load(network, weights)
     before = evaluated(network, x)

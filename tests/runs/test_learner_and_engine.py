@@ -55,19 +55,6 @@ def played(chosen: RunConfig, *, rounds: int = 1) -> tuple[VectorizedEngine, Sim
 # -- the end of an episode ------------------------------------------------------------------------------------------
 
 
-def counted_forwards(client: SimicClient, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of hosts in each forward pass of a single step."""
-    forwards: list[int] = []
-    original = client.agent.network.step
-
-    def step(features, *rest):
-        forwards.append(len(features))
-        return original(features, *rest)
-
-    monkeypatch.setattr(client.agent.network, "step", step)
-    return forwards
-
-
 def test_what_is_stored_at_the_time_limit_is_the_value_of_the_state_after_the_last_tick():
     chosen = config(num_envs=6, time_limit="truncate")
     engine, client = played(chosen, rounds=2)
@@ -84,17 +71,6 @@ def test_what_is_stored_at_the_time_limit_is_the_value_of_the_state_after_the_la
     forgetful = compute_batched_bootstrap(client.agent, after, client.initial_hidden(6))
     for other in (slabs.values[:, -1], raw_before.value.detach(), forgetful, want.flip(0)):
         assert not torch.allclose(want, other, atol=1e-6)
-
-
-@pytest.mark.parametrize(("time_limit", "forwards"), [("truncate", E + 1), ("terminate", E)])
-def test_a_time_limit_costs_one_forward_pass_of_all_hosts_and_a_true_end_none(time_limit, forwards, monkeypatch):
-    chosen = config(num_envs=4, time_limit=time_limit, compile="off")
-    engine = engine_of(chosen, None, CPU)
-    client = learner_of(chosen, engine.spec)
-    found = counted_forwards(client, monkeypatch)
-    engine.reset(client, 0)
-    engine.rollout(client)
-    assert found == [4] * forwards
 
 
 def test_an_episode_that_truly_ends_stores_no_value_of_a_state_after_it():

@@ -1,21 +1,14 @@
 """The rows of the record: their size at worst, and the columns that need more than stacking."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 from test_runs_events import SPEC
 from test_runs_report import step
 
-from esper.leyline.lifecycle import HEAD_NAMES, HEADS, Head, HostFamily, LifecycleOp, SeedStage
-from esper.leyline.messages import EngineSpec
+from esper.leyline.lifecycle import Head, LifecycleOp, SeedStage
 from esper.runs.records import RecordRows
 from esper.telemetry.record.writer import Rows
-from esper.telemetry.run_directory import RECORD, RunDirectory
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import StepReport
-
-BYTES_PER_STEP = 100
 
 
 def rows(*reports: StepReport) -> dict[str, Rows]:
@@ -92,61 +85,3 @@ def test_coalitions_name_their_members_also_where_the_last_step_measures_more() 
     assert text(found, "members") == ["", b, "", "", f"{a}+{b}", b, a]
     assert found.columns["accuracy"].tolist() == [50.0, 60.0, 40.0, 50.0, 60.0, 55.0, 52.0]
     assert found.columns["t"].tolist() == [1, 1, 1, 2, 2, 2, 2]
-
-
-def test_a_step_of_a_host_takes_at_most_a_hundred_bytes_even_if_nothing_repeats(tmp_path: Path) -> None:
-    num_hosts, num_slots, steps = 16, 3, 60
-    spec = EngineSpec(
-        run_seed=0, num_envs=num_hosts, slot_ids=("r0c0", "r0c1", "r0c2"), episode_length=steps, family=HostFamily.CNN,
-        selectable=(1, 2), blueprint_names=tuple(f"blueprint_{i}" for i in range(13)),
-    )  # fmt: skip
-    draw = np.random.default_rng(0)
-    reports = [random_step(draw, t, num_hosts, num_slots) for t in range(1, steps + 1)]
-    with RunDirectory.create(tmp_path / "run", {}) as run:
-        assert len(run.write_parts(RecordRows(spec, ("potential", "terminal"))(reports), 1, 1)) == 3
-    size = sum(file.stat().st_size for file in (tmp_path / "run" / RECORD).iterdir())
-    assert 40 * num_hosts * steps < size < BYTES_PER_STEP * num_hosts * steps
-
-
-def random_step(draw: np.random.Generator, t: int, num_hosts: int, num_slots: int) -> StepReport:
-    """A step in which every number is new, as no run has it; accuracies are of 1,000 examples."""
-
-    def floats(*shape: int) -> np.ndarray:
-        return draw.random(shape, dtype=np.float32)
-
-    def accuracy(*shape: int) -> np.ndarray:
-        return (draw.integers(300, 700, shape) / 10).astype(np.float32)
-
-    per_host, per_slot, sets = (num_hosts,), (num_hosts, num_slots), 4
-    sizes = (num_slots, 13, *(head.size for head in HEADS[2:]))
-    live = draw.random(per_slot) < 0.5
-    return step(
-        t=t,
-        stage=np.where(live, int(SeedStage.BLENDING), int(SeedStage.DORMANT)),
-        serial=np.ones(per_slot, dtype=np.int64),
-        blueprint=np.where(live, draw.integers(1, 13, per_slot), -1),
-        **{name: floats(*per_slot) for name in ("alpha", "contribution")},
-        **{name: floats(*per_host) for name in ("val_loss", "train_loss", "reward", "value", "op_log_prob")},
-        **{name: accuracy(*per_host) for name in ("val_acc", "train_acc", "committed_acc")},
-        params=np.where(live, 500, 0),
-        host_params=np.full(per_host, 1000),
-        num_coalitions=np.full(per_host, sets),
-        breakdown=floats(num_hosts, 2),
-        flags=np.zeros((num_hosts, 2), dtype=np.bool_),
-        op_prob=floats(num_hosts, 6),
-        constrained=draw.random((num_hosts, 8)) < 0.5,
-        actions=np.stack([draw.integers(0, size, num_hosts) for size in sizes], axis=1),
-        effective_op=draw.integers(0, 6, num_hosts),
-        panic_reason=np.zeros(per_host, dtype=np.int64),
-        measured_sets=draw.random((num_hosts, sets, num_slots)) < 0.5,
-        measured_valid=np.ones((num_hosts, sets), dtype=np.bool_),
-        measured_acc=accuracy(num_hosts, sets),
-        op_moves=np.zeros((3, num_hosts, num_slots), dtype=np.int64),
-    )
-
-
-def test_head_names_are_columns_of_the_schema() -> None:
-    columns = rows(step())["steps"].columns
-    assert set(HEAD_NAMES) <= columns.keys()
-    with pytest.raises(KeyError):
-        columns["feature_0"]

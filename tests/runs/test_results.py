@@ -51,7 +51,7 @@ def outcome(name: str, *committed: float, fossil_params: Sequence[int] = (0, 0))
         host_params=np.full(len(committed), 1000),
         rollbacks=np.zeros(len(committed), dtype=np.int64),
     )
-    return Outcome(name=name, stats=found, test_acc=np.array(committed) - 1.0)
+    return Outcome(name=name, stats=found, test_acc=np.array(committed) - 1.0, val=np.array([committed]))
 
 
 def table_of(*outcomes: Outcome) -> list[ControllerResult]:
@@ -174,7 +174,7 @@ def test_without_a_run_the_last_line_compares_the_best_baseline_to_waiting() -> 
 
 def test_the_tables_fit_into_eighty_columns() -> None:
     names = dict.fromkeys(("trained", *known_names(), *all_baselines(resolve({"task": "null"}), with_run=True)))
-    cost = TrainingCost(*(np.array([value, value]) for value in (999_499.0, 8.88e17, 999.94e12)))
+    cost = TrainingCost(*(np.full(shape, x) for shape, x in ((2, 999_499.0), ((1, 2), 8.88e17), ((1, 2), 999.94e12))))
     outcomes = [outcome(name, 100.0, 10.0 if name == "trained" else 99.0, fossil_params=(98_000,)) for name in names]
     rows = table_of(*(dataclasses.replace(one, cost=cost) for one in outcomes))
     text = printed(*pages(rows)) + legend("hosts")
@@ -193,7 +193,7 @@ def test_large_numbers_are_short() -> None:
 def test_hosts_that_were_rolled_back_are_told_below_the_tables() -> None:
     marked = {"wait_only": (0, 0), "whole": (0, 0), "once": (1, 0), "often": (2, 1)}
     outcomes = [
-        Outcome(name=name, stats=stats(rollbacks=np.array(times)), test_acc=np.zeros(2))
+        Outcome(name=name, stats=stats(rollbacks=np.array(times)), test_acc=np.zeros(2), val=np.zeros((1, 2)))
         for name, times in marked.items()
     ]
     rows = rows_of(*outcomes)

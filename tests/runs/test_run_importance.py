@@ -1,6 +1,7 @@
 """What a controller looks at: measured once for a checkpoint, kept with the run, or refused with the reason."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from esper.runs.evaluation.importance import importance_of
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    assert small_runs.train(tmp_path / "run", "null", 1) == 0
-    return tmp_path / "run"
+def run(finished_run: Callable[..., Path]) -> Path:
+    return finished_run("null", 1)
 
 
 def test_it_is_measured_on_new_hosts_and_kept_until_the_controller_changes(run, monkeypatch):

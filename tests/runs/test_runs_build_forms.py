@@ -5,14 +5,13 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.assembly.assemble import engine_of, phase_form
+from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import learner_of, policy_form, reward_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import PolicyStep, SimicClient, blank_inputs
-from esper.simic.compilation import graphs_compiled
+from esper.simic.compilation import CompiledStep, graphs_compiled
 from esper.simic.rewards import compute_reward_batched
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.phases import eager
 
 CPU = torch.device("cpu")
 SMALL = {"ppo": {"feature_width": 16, "hidden_width": 16, "update_epochs": 1, "num_minibatches": 2}}
@@ -43,7 +42,7 @@ def test_auto_is_eager_on_a_cpu():
     engine, client = parts()
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     assert policy_form(chosen, engine.spec)(step) is step
-    assert phase_form(chosen, CPU) is eager
+    assert not isinstance(engine._observe, CompiledStep)
     shaped = config(reward={"mode": "shaped"})
     assert reward_of(shaped, engine.spec)._kernel is compute_reward_batched
 

@@ -24,6 +24,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    """The better host of `run` as files."""
+    assert main(["export", str(run), "--out", str(run.parent / "grown")]) == 0
+    return run.parent / "grown"
+
+
 def last_episode(run: Path) -> list[dict[str, float]]:
     """The results of each host in the last round."""
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -64,7 +71,7 @@ def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
     assert "holds one network; leave --host, --last and --live out" in capfd.readouterr().err
 
 
-def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score(tmp_path):
+def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score_and_goes_on(run, tmp_path):
     path = tmp_path / "run"
     with interrupted_at(1, 3):
         assert small_runs.train(path, "tiny", 1, *ARCHITECTURE) == 130
@@ -72,6 +79,8 @@ def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_sc
     found = load(tmp_path / "grown").description
     assert (found.architecture, found.test) == (ARCHITECTURES[0], None)
     assert found.val is not None
+    assert small_runs.resume(path) == 0
+    assert small_runs.summary(path)["state_digest"] == small_runs.summary(run)["state_digest"]
 
 
 def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
@@ -91,10 +100,8 @@ def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
     assert "complete it with esper train --resume" in err
 
 
-def test_an_exported_architecture_is_trained_from_new_weights_with_the_same_seeds(run, tmp_path, capfd):
-    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
-    file = tmp_path / "grown" / "model.json"
-    again = tmp_path / "again"
+def test_an_exported_architecture_is_trained_from_new_weights_with_the_same_seeds(run, exported, tmp_path, capfd):
+    file, again = exported / "model.json", tmp_path / "again"
     options = ["--out", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--architecture", str(file)]
     assert main(["train", *options]) == 0
     assert small_runs.summary(again)["rounds"] == 1
@@ -109,19 +116,9 @@ def test_an_exported_architecture_is_trained_from_new_weights_with_the_same_seed
     )
 
 
-def test_a_run_with_an_architecture_is_resumed_inside_an_episode_with_the_same_result(run, tmp_path):
-    path = tmp_path / "run"
-    with interrupted_at(1, 3):
-        assert small_runs.train(path, "tiny", 1, *ARCHITECTURE) == 130
-    assert small_runs.resume(path) == 0
-    assert small_runs.summary(path)["state_digest"] == small_runs.summary(run)["state_digest"]
-
-
-def test_static_final_starts_with_an_architecture_of_its_own(run, tmp_path, capfd):
-    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
-    capfd.readouterr()
+def test_static_final_starts_with_an_architecture_of_its_own(exported, tmp_path, capfd):
     names = ["static_final", "--task", "tiny", "--episode-length", "3", "--num-envs", "1"]
-    architecture = ["--architecture", str(tmp_path / "grown" / "model.json")]
+    architecture = ["--architecture", str(exported / "model.json")]
     assert main(["evaluate", *names, *architecture, "--out", str(tmp_path / "out")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["controllers"]}
     assert rows["static_final"]["architectures"] == [ARCHITECTURES[0].tree()]

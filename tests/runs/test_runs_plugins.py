@@ -65,13 +65,6 @@ def test_a_file_is_imported_once(tmp_path, capsys):
     assert capsys.readouterr().out == "imported\n"
 
 
-def test_two_files_of_one_name_are_two_plugins(tmp_path, capsys):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        load_plugins([str(plugin(tmp_path / folder, "same", f"print('{folder}')\n"))])
-    assert capsys.readouterr().out == "a\nb\n"
-
-
 def test_a_module_of_the_working_directory_can_be_named(tmp_path, monkeypatch, capsys):
     plugin(tmp_path, "growth_of_mine", "print('imported')\n")
     monkeypatch.chdir(tmp_path)
@@ -88,16 +81,6 @@ def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path):
     assert config.plugins == (str(path),)
     assert config.engine().time_limit == "truncate"  # what the reward asks for, not the mode beneath it
     assert config.lifecycle.fossils_as_players
-
-
-def test_naming_a_built_in_reward_takes_a_registered_one_back(tmp_path):
-    path = plugin(tmp_path, "thrifty", FRUGAL.format(name="thrifty"))
-    file = tmp_path / "run.toml"
-    file.write_text('task = "null"\nplugins = ["thrifty.py"]\n[reward]\nmode = "thrifty"\nparam_penalty_weight = 0.5\n')
-    assert resolve({}, file).reward_name == "thrifty"
-    assert resolve({}, file).reward.param_penalty_weight == 0.5
-    assert resolve({}, file).plugins == (str(path),)
-    assert resolve({"reward": {"mode": "shaped"}}, file).reward_name == "shaped"
 
 
 def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.lifecycle import Cause, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import Cause, SeedStage
 from esper.runs.assembly.presets import resolve
 from esper.runs.report import Cost, RoundSoFar, ops_by_name, round_line, shapley_of, slots_by_stage, summary
 from esper.simic.rewards.reward_config import RewardConfig
@@ -89,20 +89,6 @@ def step(**changes: object) -> StepReport:
     return StepReport(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_costs_add_up() -> None:
-    one = Cost(env_steps=8, steps=4, reads=4, seconds=0.5, update_seconds=0.25)
-    assert one + Cost() == one
-    assert one + one == Cost(env_steps=16, steps=8, reads=8, seconds=1.0, update_seconds=0.5)
-
-
-def test_operations_and_slots_are_counted_by_name() -> None:
-    assert ops_by_name(stats().ops) == {
-        "WAIT": 11, "GERMINATE": 3, "SET_ALPHA_TARGET": 0, "PRUNE": 1, "FOSSILIZE": 1, "ADVANCE": 0,
-    }  # fmt: skip
-    assert slots_by_stage(stats().stage) == {"BLENDING": 1, "FOSSILIZED": 1, "EMBARGOED": 1}
-    assert tuple(ops_by_name(np.zeros(6, dtype=np.int64))) == tuple(op.name for op in LifecycleOp)
-
-
 def test_shapley_values_stand_in_the_slots_of_their_seeds() -> None:
     # seed 0: ((48 - 44) + (50 - 46)) / 2 = 4; seed 1: ((46 - 44) + (50 - 48)) / 2 = 2
     np.testing.assert_allclose(shapley_of(stats()), [[4.0, 2.0], [NAN, NAN]])
@@ -181,10 +167,6 @@ def test_steps_that_are_told_together_are_shown_as_those_that_are_told_alone() -
         assert [one.pop(name) for name in ("ops", "slots")] == [other.pop(name) for name in ("ops", "slots")]
         assert one == pytest.approx(other, nan_ok=True)
     assert np.isnan(expected[3]["committed_accuracy_mean"])  # nobody has one
-
-
-def test_the_speed_that_is_shown_after_a_resume_is_that_of_this_process() -> None:
-    assert RoundSoFar(WEIGHTS).add([step(t=7)], [1.0])[0]["env_steps"] == 2
 
 
 def test_a_summary_is_of_the_whole_run() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import tomllib
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,9 @@ from small_runs import contents, interrupted_at, records, resume, summary, train
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def whole(shared_run: Callable[..., Path]) -> dict[str, Path]:
     """One uninterrupted run of three rounds of each kind."""
-    folder = tmp_path_factory.mktemp("whole")
-    for kind in small_runs.OPTIONS:
-        assert train(folder / kind, kind) == 0
-    return {kind: folder / kind for kind in small_runs.OPTIONS}
+    return {kind: shared_run(kind, 3) for kind in small_runs.OPTIONS}
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -75,9 +73,7 @@ def test_a_run_in_two_processes_is_that_of_one(whole):
 
 SLOW = pytest.mark.slow
 INTERRUPTED = [
-    ("null", [(1, 5)]),
     ("tiny", [(2, 3)]),
-    ("streamed", [(2, 2)]),
     ("null", [(2, 8)]),  # the last step of a round: it ends after the update
     pytest.param("null", [(2, 3)], marks=SLOW),
     pytest.param("shared", [(2, 2)], marks=SLOW),
@@ -94,22 +90,6 @@ def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(whole, tmp_p
         assert [train(path, kind), *(resume(path) for _ in steps[1:])] == [130] * len(steps)
         assert not (path / "summary.json").exists()
         assert resume(path) == 0
-    assert_same_run(path, whole[kind])
-
-
-def test_an_interruption_in_the_very_last_step_changes_nothing(whole, tmp_path):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with interrupted_at(3, 8):
-        assert train(tmp_path / "run") == 0
-    assert_same_run(tmp_path / "run", whole["null"])
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.mark.parametrize("kind", ["null", pytest.param("tiny", marks=pytest.mark.slow)])
-def test_a_run_that_is_extended_equals_one_that_was_that_long_from_the_start(whole, tmp_path, kind):
-    path = tmp_path / "run"
-    assert train(path, kind, 1) == 0
-    assert resume(path, "--rounds", "3") == 0
     assert_same_run(path, whole[kind])
 
 
@@ -147,17 +127,6 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(whole, 
     assert resume(path) == 0
     assert "checksum" not in capfd.readouterr().err
     assert_same_run(path, whole["null"])
-
-
-def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is(whole, tmp_path, capfd):
-    path = tmp_path / "run"
-    shutil.copytree(whole["null"], path)
-    for checkpoint in checkpoints(path / "checkpoints"):
-        damaged(checkpoint)
-    before = contents(path)
-    assert resume(path, "--rounds", "4") == 2
-    assert "no checkpoint in" in capfd.readouterr().err
-    assert contents(path) == before
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
@@ -231,16 +200,6 @@ def test_settings_that_were_changed_in_the_run_directory_are_refused(whole, tmp_
     assert "ppo.lr is 0.5 in config.toml, but the run was made with 0.0005" in capfd.readouterr().err
 
 
-def test_checkpoints_come_as_often_as_they_are_asked_for(whole, tmp_path):
-    path = tmp_path / "run"
-    assert train(path, "null", 3, "--checkpoint-every", "2") == 0
-    assert [found.stem for found in checkpoints(path / "checkpoints")] == [
-        "round-00003",
-        "round-00002",
-    ]
-    assert_same_run(path, whole["null"])
-
-
 def test_a_run_directory_that_is_being_written_is_refused(whole, tmp_path, capfd):
     from esper.telemetry.run_directory import RunDirectory
 
@@ -289,12 +248,6 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(whole, tm
     assert resume(tmp_path / "run") == 0
     assert "executor: native\n" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole["tiny"])
-
-
-def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole, tmp_path):
-    assert train(tmp_path / "run", "tiny", 3, "--executor", "native") == 0
-    assert_same_run(tmp_path / "run", whole["tiny"])
-    assert contents(tmp_path / "run")["config.toml"] == contents(whole["tiny"])["config.toml"]
 
 
 def test_a_run_whose_directory_is_moved_ends_with_a_sentence_and_leaves_nothing_under_the_old_name(tmp_path, capfd):

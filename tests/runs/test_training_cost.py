@@ -48,6 +48,11 @@ def report(t: int, seed: int | None = None, *, gate: int = 0, measured: tuple[bo
     return step(t=t, **fields)
 
 
+def total(steps: list[np.ndarray]) -> list[float]:
+    """Of all steps so far."""
+    return np.sum(steps, axis=0).tolist()
+
+
 def seed_params(slot: int, blueprint: int) -> int:
     return int(tiny.engine(1).executor.costs.seed_params[slot, blueprint])
 
@@ -65,18 +70,18 @@ def test_a_host_alone_costs_three_passes_over_its_training_examples_and_one_over
     found = meter()
     for t in (1, 2):
         found(report(t))
-    assert found.training.tolist() == [2 * 40 * 3 * HOST] * 2
-    assert found.measuring.tolist() == [2 * 30 * HOST] * 2
+    assert total(found.training) == [2 * 40 * 3 * HOST] * 2
+    assert total(found.measuring) == [2 * 30 * HOST] * 2
 
 
 def test_a_seed_costs_from_the_step_after_it_germinates_and_is_measured_once_it_is_active():
     seed, found = added(1, CONV_LIGHT), meter()
     found(report(1, CONV_LIGHT))  # germinates in step 1
     found(report(2, CONV_LIGHT))  # trained in step 2, not active yet
-    assert found.training.tolist() == [2 * 40 * 3 * HOST, 40 * 3 * (HOST + HOST + seed)]
-    assert found.measuring.tolist() == [2 * 30 * HOST] * 2
+    assert total(found.training) == [2 * 40 * 3 * HOST, 40 * 3 * (HOST + HOST + seed)]
+    assert total(found.measuring) == [2 * 30 * HOST] * 2
     found(report(3, measured=(True, False)))  # with it and without it
-    assert found.measuring.tolist() == [3 * 30 * HOST, 30 * (2 * HOST + 2 * HOST + seed)]
+    assert total(found.measuring) == [3 * 30 * HOST, 30 * (2 * HOST + 2 * HOST + seed)]
 
 
 def test_a_seed_with_more_parameters_than_its_blueprint_has_a_gate():
@@ -85,7 +90,7 @@ def test_a_seed_with_more_parameters_than_its_blueprint_has_a_gate():
     found = meter()
     found(report(1, CONV_LIGHT, gate=81))
     found(report(2))
-    assert found.training[1] == 40 * 3 * (2 * HOST + gated)
+    assert total(found.training)[1] == 40 * 3 * (2 * HOST + gated)
 
 
 def test_planted_seeds_cost_from_the_first_step():
@@ -93,8 +98,8 @@ def test_planted_seeds_cost_from_the_first_step():
     found = meter(architectures=(Architecture(), grown))
     found(report(1, measured=(True,)))
     gated = added(1, CONV_LIGHT, True)
-    assert found.training.tolist() == [40 * 3 * HOST, 40 * 3 * (HOST + gated)]
-    assert found.measuring.tolist() == [30 * HOST, 30 * (HOST + gated)]
+    assert total(found.training) == [40 * 3 * HOST, 40 * 3 * (HOST + gated)]
+    assert total(found.measuring) == [30 * HOST, 30 * (HOST + gated)]
 
 
 def test_the_cost_of_a_kept_network_is_that_of_its_export():
@@ -112,4 +117,6 @@ def test_the_cost_of_a_kept_network_is_that_of_its_export():
     exported = [GrownNetwork.of(engine, task, tiny.dataset(), stats, host=n).description.flops for n in (0, 1)]
     assert cost.per_example.tolist() == exported
     assert exported[0] > HOST
-    assert (cost.training > 30 * 40 * 3 * HOST).all()
+    assert cost.training.shape == cost.measuring.shape == (30, 2)
+    assert (cost.training.sum(axis=0) > 30 * 40 * 3 * HOST).all()
+    assert cost.steps[0].tolist() == [40 * 3 * HOST + 30 * HOST] * 2

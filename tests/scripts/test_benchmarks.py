@@ -26,10 +26,7 @@ BENCHMARKS = {  # module: (options, those with a limit that is missed)
         None,
     ),
     "benchmark_hot_path": ({**RUN, "compare": SETTINGS}, {"min_eps": 1e9}),
-    "profile_hot_path_operations": (
-        {"hosts": (2,), "steps": 4, "repetitions": 2, "device": "cpu", "phases": True, "operators": 3, "functions": 3},
-        None,
-    ),
+    "profile_hot_path_operations": ({"hosts": (2,), "steps": 4, "repetitions": 2, "device": "cpu"}, None),
 }  # fmt: skip
 
 

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import executors
 from executors import Options, complaints, main
-from grown_hosts import DIGITS_SHAPE, GrownHosts, Shape, grown, task_of
-from peak import backward_flop
+from grown_hosts import grown
 
 TINY = {
     "hosts": 2, "image_hosts": 1, "growth": (1, 2), "memory_hosts": 1, "examples": 16, "val_examples": 8,
@@ -53,33 +50,3 @@ def test_every_limit_that_is_missed_is_named_and_fails(measured, monkeypatch, ca
     assert main(Options(**TINY, **least, **most)) == 1
     assert capsys.readouterr().err.count("is required") == 8
     assert complaints(*measured, Options(**TINY)) == []
-
-
-def test_arithmetic_of_a_grouped_convolution_is_counted_forward_and_backward():
-    # 4 channels one by one, 3x3, on 2 images of 5x5: 2 * 2 * 25 * 36 forward, and as much for each of two gradients
-    layer = torch.nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False)
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    told = {torch.ops.aten.convolution_backward: backward_flop}
-    with FlopCounterMode(display=False, custom_mapping=told) as counter:
-        layer(x).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 2 * 25 * 36
-
-
-def test_one_plain_evaluation_leaves_the_hosts_as_they_were():
-    hosts = GrownHosts.build(DIGITS_SHAPE, 2, 16, 8)
-    before = {name: x.clone() for name, x in hosts.streamed.state_dict().items()}
-    hosts.measure(hosts.fused, all_sets=False)
-    assert all(torch.equal(before[name], x) for name, x in hosts.streamed.state_dict().items())
-    assert hosts.streamed.data.structure is hosts.structure
-
-
-@pytest.mark.slow
-def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):
-    small = Shape("4x4", 8, base=1, batch=2)
-    monkeypatch.setattr(executors, "SWEEP", ((small, 1),))
-    assert task_of(small).host.channels() == (1, 2, 4)
-    assert main(Options(sweep=True, repetitions=1, min_auto=1.1)) == 1
-    out, err = capsys.readouterr()
-    assert "3 seeds" in out
-    assert "no seeds" in out
-    assert "at least 1.1 is required" in err

@@ -1,14 +1,13 @@
 """The verification of tasks and its page."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from esper.tasks.registry import task_by_name
-from script_report import write_result
 from tasks_page import Agreement, Result, Trial, failures, gain
-from verify_tasks import CPU, Options, earlier_results, grow_one, middle_slot, verify
+from verify_tasks import CPU, Options, grow_one, verify
 
 WAITS = Trial(val=[20.0, 22.0, 24.0], test=[21.0, 20.0, 22.0], fossilized=0, rollbacks=0, seconds=1.0)
 GROWN = replace(WAITS, test=[22.0, 22.0, 25.0], fossilized=3)
@@ -32,13 +31,6 @@ def test_a_gain_is_the_mean_of_paired_differences_with_an_interval_of_students_t
     assert math.isnan(alone[1])
 
 
-def test_earlier_results_stay_in_the_file_as_they_were(tmp_path):
-    assert earlier_results(None) == earlier_results(tmp_path / "none.json") == {}
-    path = tmp_path / "tasks.json"
-    write_result(path, "verify_tasks", CPU, {}, [asdict(RESULT)])
-    assert earlier_results(path) == {"cifar_impaired": RESULT}
-
-
 def test_nothing_is_wrong_with_a_good_result_and_each_fault_is_named():
     assert failures([RESULT]) == []
     for fault, words in (
@@ -52,12 +44,6 @@ def test_nothing_is_wrong_with_a_good_result_and_each_fault_is_named():
         (sentence,) = failures([replace(RESULT, **fault)])
         assert sentence.startswith("cifar_impaired")
         assert words in sentence
-
-
-def test_the_middle_slot_is_that_of_the_forward_pass():
-    assert middle_slot(task_by_name("cifar_baseline")) == 1  # r0c0 r0c1 r0c2
-    assert middle_slot(task_by_name("cifar_multichannel")) == 1  # r0c0 r1c0 r0c1 r1c1 r0c2 r1c2: r0c1
-    assert middle_slot(task_by_name("digits")) == 2  # r0c0 r1c0 r0c1: r1c0
 
 
 def test_a_seed_is_fossilized_as_soon_as_it_may_be():

@@ -8,13 +8,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import tyro
 
 import executors
 import paired
 import write_benchmarks as script
-from esper.leyline.errors import ConfigError
-from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, section
+from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, main, section
 
 PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
 
@@ -23,18 +21,6 @@ def measurement(text, code=0):
     """A command that writes `text` to the path after --json."""
     program = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({code})"
     return Measurement("one", ("-c", program), (lambda report: [("a", "b"), ("x", str(report["n"]))],))
-
-
-def test_what_stands_outside_the_markers_stays():
-    found = between_markers(PAGE, "new numbers")
-    assert found == PAGE.replace("old numbers", "new numbers")
-    assert between_markers(found, "new numbers") == found
-
-
-@pytest.mark.parametrize("page", ["", BEGIN, PAGE + BEGIN, f"{END}\n{BEGIN}"])
-def test_a_page_without_its_markers_is_refused(page):
-    with pytest.raises(ConfigError, match="once each"):
-        between_markers(page, "x")
 
 
 def test_the_page_gets_the_table_and_the_command(tmp_path, monkeypatch):
@@ -66,13 +52,6 @@ def test_every_command_exists_and_says_what_it_takes(path, monkeypatch, capsys):
         runpy.run_path(str(ROOT / path), run_name="__main__")
     assert ended.value.code == 0
     assert "--json" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda m: m.title)
-def test_every_command_takes_the_options_it_is_given(measurement):
-    path, *given = measurement.command
-    options = import_module(Path(path).stem).Options
-    assert tyro.cli(options, args=[*given, "--json", "x.json"]).json == Path("x.json")
 
 
 def sample(cls, **changes):

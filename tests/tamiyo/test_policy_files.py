@@ -107,14 +107,14 @@ RULE = {"feature": "val_acc", "step": 3, "threshold": 50.0, "below": SIDE, "abov
         ({"blueprint": "noop"}, {}, r'lines\[0\].blueprint is "noop"; did you mean \'norm\'\? Known names: att'),
         ({"slot": "r1c0"}, {}, r'lines\[0\].slot is "r1c0"; did you mean \'r0c0\''),
         ({"op": "GERMINAT"}, {}, "did you mean 'GERMINATE'"),
-        ({"op": "FOSSILIZE"}, {}, r"lines\[0\].blueprint is unknown here; known names: op, slot, step\."),
-        ({"step": 0}, {}, r"lines\[0\].step is 0; it must be a step, a whole number from 1 on\."),
-        ({"step": True}, {}, r"lines\[0\].step is true; it must be a step"),
+        ({"op": "FOSSILIZE"}, {}, r"lines\[0\].blueprint is unknown here; correct"),
+        ({"step": 0}, {}, r"lines\[0\].step is 0; it must be at least 1\."),
+        ({"step": True}, {}, r"lines\[0\].step is true; it must be a whole number"),
         ({"slot": None}, {}, r"lines\[0\].slot is null; "),
         ({}, {"kind": "rule", "schedule": None}, "own.json: rule is missing; add it"),
         ({}, {"kind": "schedul"}, 'kind is "schedul"; did you mean'),
         ({}, {"format": None}, "own.json: format is missing"),
-        ({}, {"foud": {}}, "own.json: foud is unknown here; did you mean 'found'"),
+        ({}, {"foud": {}}, "own.json: foud is unknown here"),
         ({}, {"schedule": {"name": "own", "lines": {}}}, r"own.json: schedule.lines is {}; it must be a list"),
         ({}, {"schedule": 3}, "own.json: schedule is 3; it must be an object"),
         ({}, {"schedule": {"name": "own", "lines": [GERMINATE | {"step": 2}, GERMINATE]}},
@@ -137,7 +137,7 @@ def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"text\.json is not JSON"):
         read_policy(tmp_path / "text.json", SPEC)
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"list\.json is \[\]; it must be an object"):
+    with pytest.raises(ConfigError, match=r"list\.json: the file is \[\]; it must be an object"):
         read_policy(tmp_path / "list.json", SPEC)
 
 
@@ -159,9 +159,9 @@ def test_a_tuned_heuristic_is_written_by_name_and_read_back(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"cooldown": -1}, r"heuristic.cooldown is -1; it must be a whole number, 0 or more"),
+        ({"cooldown": -1}, r"heuristic.cooldown is -1; it must be at least 0"),
         ({"slots": ["r9c9"]}, r"heuristic.slots\[0\] is \"r9c9\""),
-        ({"temper": 1}, r"heuristic.temper is unknown here; .*tempo"),
+        ({"temper": 1}, "heuristic.temper is unknown here"),
     ],
 )
 def test_a_heuristic_that_cannot_be_followed_is_refused_by_field(tmp_path: Path, changes, complaint) -> None:

@@ -16,12 +16,6 @@ def col(*values: float) -> torch.Tensor:
     return torch.tensor([values])
 
 
-def test_the_host_alone_approaches_50_points():
-    assert null.host_accuracy(0) == 0.0
-    assert null.host_accuracy(10) == pytest.approx(50 * (1 - math.exp(-1)))
-    assert null.host_accuracy(60) == pytest.approx(49.8761, abs=5e-5)
-
-
 def test_strength_is_alpha_times_maturity_times_quality_times_algorithm():
     # p = 10: m = 1 - 1/e = .632121;  bottleneck 6, MULTIPLY .5, alpha .5 -> .948181;  no seed -> 0
     v = null.strengths(
@@ -49,11 +43,6 @@ def test_coalitions_agree_with_the_sum_over_pairs(w):
         for n in range(5)
     ]
     torch.testing.assert_close(got, torch.tensor(want))
-
-
-def test_accuracy_stays_between_0_and_100():
-    sets = torch.ones(2, 1, 1, dtype=torch.bool)
-    assert null.coalition_accuracy(SPEC, 60, torch.tensor([[70.0], [-70.0]]), sets).tolist() == [[100.0], [0.0]]
 
 
 def test_noise_is_shared_by_the_coalitions_of_a_step_and_belongs_to_the_host():
@@ -127,28 +116,6 @@ def test_the_best_schedule_germinates_as_early_as_possible_and_fossilizes_at_the
     assert steps[0].action == (0, 5, *CANONICAL_ACTION[2:7], grow)
 
 
-def test_seeds_that_could_not_be_fossilized_in_time_are_left_out():
-    # seed 1 germinates in step 12 and could be fossilized in step 28: too late to be measured if E = 28
-    assert len(null.best_schedule(28, 10, 3)) == 2
-    assert len(null.best_schedule(29, 10, 3)) == 4
-    assert null.best_schedule_value(28, 10, 3) == pytest.approx(null.host_accuracy(28) + 6 * (1 - math.exp(-2.7)))
-
-
-def test_germination_goes_first_where_both_fall_on_one_step():
-    # M = 4: germinations in steps 1, 6, 11; the seed of step 1 can be fossilized in step 11
-    ops = [(s.earliest, s.action[Head.OP]) for s in null.best_schedule(60, 4, 3) if s.earliest == 11]
-    assert ops == [(11, LifecycleOp.GERMINATE), (11, LifecycleOp.FOSSILIZE)]
-
-
-def test_fossils_of_the_best_schedule_reach_its_value_in_the_last_step():
-    # a seed that germinates in step e has had E - e passes in step E
-    passes = torch.tensor([[59, 48, 37]])
-    one = torch.ones(1, 3)
-    v = null.strengths(SPEC, one, passes, torch.full((1, 3), 5), torch.ones(1, 3, dtype=torch.int64))
-    f = null.coalition_accuracy(SPEC, 60, v, torch.ones(1, 1, 3, dtype=torch.bool))
-    assert f.item() == pytest.approx(null.best_schedule_value(60, 10, 3), abs=1e-4)
-
-
 PERMUTED = NullSpec(permuted=True)
 USED = [row.index for row in BLUEPRINTS.values()]
 
@@ -174,15 +141,6 @@ def test_the_permutation_belongs_to_run_host_and_episode():
     assert drawn([6, 5, 4, 3]) == together[::-1]
     for other in (drawn([3, 4, 5, 6], run_seed=2), drawn([3, 4, 5, 6], episode=1)):
         assert other != together
-
-
-def test_the_strength_of_a_seed_follows_the_quality_of_its_host():
-    # p = 10: m = .632121; blueprint 1 is worth 8 on the first host and -2 on the second
-    quality = torch.zeros(2, 13)
-    quality[0, 1], quality[1, 1] = 8.0, -2.0
-    ones = torch.ones(2, 1, dtype=torch.int64)
-    v = null.strengths(SPEC, torch.ones(2, 1), 10 * ones, ones, ones, quality)
-    torch.testing.assert_close(v, torch.tensor([[5.056964], [-1.264241]]), atol=1e-5, rtol=0.0)
 
 
 def test_the_best_blueprint_of_a_host_is_the_best_one_that_passes_its_gate():

@@ -2,7 +2,6 @@
 
 import io
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -63,14 +62,6 @@ def test_a_round_is_one_line() -> None:
     )
 
 
-def test_a_round_under_way_says_how_far_it_is() -> None:
-    assert line(STEP, 10, 40, "8:12").startswith("round 2/10 step 10/40  eta 8:12")
-
-
-def test_slow_runs_have_a_speed_too() -> None:
-    assert "  0.4 env-steps/s" in line(ROUND | {"env_steps": 4, "seconds": 10.0}, 10, 40, "?")
-
-
 def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left() -> None:
     console, clock = plain(), Clock()
     with RunProgress(console, rounds=4, steps=40, clock=clock) as progress:
@@ -99,22 +90,6 @@ def test_a_long_round_gives_a_line_soon_and_then_now_and_then() -> None:
         progress.write("step", STEP | {"round": 1, "t": t})
     shown = [text[:21] for text in written(console)]
     assert shown == [f"round 1/4 step {t}/40  " for t in (2, 4, 6)]
-
-
-def test_short_rounds_have_one_line_each() -> None:
-    console, clock = plain(), Clock()
-    progress = RunProgress(console, rounds=4, steps=40, clock=clock)
-    for number in (1, 2):
-        clock.now += FIRST_INTERVAL / 2
-        progress.write("round", ROUND | {"round": number})
-        progress.write("step", STEP | {"round": number + 1, "t": 1})
-    assert [text[:11] for text in written(console)] == ["round 1/4  ", "round 2/4  "]
-
-
-def test_other_records_are_not_displayed() -> None:
-    console = plain()
-    RunProgress(console, rounds=1, steps=1).write("stage_changed", {"host": 0})
-    assert written(console) == []
 
 
 def test_a_console_whose_reader_left_goes_silent() -> None:
@@ -200,28 +175,6 @@ def test_a_terminal_shows_finished_rounds_the_unfinished_one_and_the_learner() -
     ]
 
 
-def test_before_the_first_step_there_is_only_the_bar() -> None:
-    (bar,) = screen(RunProgress(terminal(), rounds=10, steps=40))
-    assert re.search(r"^round 1/10 step 0/40 .* 0:00 eta \.\.\.$", bar)
-
-
-def test_a_round_is_unfinished_until_its_update() -> None:
-    progress = RunProgress(terminal(), rounds=2, steps=40)
-    progress.write("step", STEP | {"t": 40})
-    assert screen(progress)[0].startswith("round 2/2 step 40/40 ")
-    assert "unfinished" in "".join(screen(progress))
-    progress.write("round", ROUND)
-    assert screen(progress)[0].startswith("2 rounds done ")
-    assert "unfinished" not in "".join(screen(progress))
-
-
-def test_only_the_alarms_of_the_newest_rounds_are_kept() -> None:
-    progress = RunProgress(terminal(), rounds=10, steps=40)
-    for number in range(1, 6):
-        progress.write("alarm", alarm(round=number))
-    assert [text.split()[2] for text in screen(progress)[-3:]] == ["5:", "4:", "3:"]
-
-
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (80, 24), (60, 12), (40, 8), (20, 4), (10, 2), (3, 1)])
 def test_a_terminal_of_any_size_shows_as_much_as_it_holds_and_never_more(width: int, height: int) -> None:
     console = terminal(width, height)
@@ -240,42 +193,9 @@ def test_a_terminal_of_any_size_shows_as_much_as_it_holds_and_never_more(width: 
         pass
 
 
-def test_a_live_terminal_ends_with_the_last_table() -> None:
-    console = terminal()
-    with RunProgress(console, rounds=1, steps=40) as progress:
-        assert progress.is_live
-        progress.write("step", STEP | {"round": 1})
-        progress.write("round", ROUND | {"round": 1, "growth_ratio_mean": 1.2})
-    last = "\n".join(written(console)).rpartition("1 round done")[2]
-    assert "1.20x" in last
-    assert "unfinished" not in last
-
-
 def test_a_quiet_console_has_no_table() -> None:
     assert not RunProgress(RunConsole(force_terminal=True, quiet=True), rounds=1, steps=1).is_live
     assert not RunProgress(plain(), rounds=1, steps=1).is_live
-
-
-def test_a_table_is_drawn_while_the_run_writes() -> None:
-    progress = RunProgress(terminal(), rounds=2000, steps=2)
-    stop, failures = threading.Event(), []
-
-    def draw() -> None:
-        while not stop.is_set():
-            try:
-                screen(progress)
-            except Exception as error:  # shown by the assertion below
-                failures.append(error)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    for number in range(1, 300):
-        progress.write("step", STEP | {"round": number, "t": 1})
-        progress.write("alarm", alarm(round=number, name=f"alarm_{number}"))
-        progress.write("round", ROUND | {"round": number})
-    stop.set()
-    thread.join()
-    assert failures == []
 
 
 def test_passes_give_a_line_soon_and_then_now_and_then() -> None:
@@ -287,15 +207,6 @@ def test_passes_give_a_line_soon_and_then_now_and_then() -> None:
             progress.advance()
     # after 20 s the first line, and the next one 30 s later at the earliest; each pass took 20 s
     assert written(console) == ["grid  pass 1/4  eta 1:00", "rules  pass 3/4  eta 0:20"]
-
-
-def test_the_time_that_is_left_of_passes_is_known_from_the_first_step_on() -> None:
-    console, clock = plain(), Clock()
-    with PassProgress(console, 4, clock) as progress:
-        progress.stage("grid")
-        clock.now += 10.0
-        progress.advance(0.25)  # 10 s of 4 x 40 s
-    assert written(console) == ["grid  pass 0/4  eta 2:30"]
 
 
 def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped() -> None:
@@ -311,15 +222,6 @@ def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped(
         "esper: random, 2 hosts (2 of 4, eta ...)",
         "esper: heuristic, 2 hosts (3 of 4, eta 0:01)",  # two more of half a second
     ]
-
-
-def test_on_a_terminal_a_bar_shows_the_stage_of_passes_and_the_time_that_is_left() -> None:
-    console, clock = terminal(width=100), Clock()
-    with PassProgress(console, 4, clock) as progress:
-        progress.stage("grid [a]")
-        clock.now += 20.0
-        progress.advance()
-    assert re.search(r"grid \[a\]  pass 1/4 .* 0:20 eta 1:00", "\n".join(written(console)))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.run_directory import (
     RunDirectory,
     missing_records,
-    plain_json,
     require_free,
     require_nothing_to_lose,
     require_run,
@@ -38,9 +37,7 @@ def test_a_new_directory_holds_its_configuration_and_empty_records(tmp_path: Pat
 
 def test_a_path_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG).close()
-    with pytest.raises(
-        RunDirectoryError, match=r"continue it with esper\.load\(.*\.resume\(\), or name another run_dir"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"continue it with esper\.load\(.*\.resume\(\), or name another out"):
         require_free(tmp_path / "run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
@@ -59,15 +56,6 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> 
     with pytest.raises(RunDirectoryError, match="cannot be created"):
         RunDirectory.create(tmp_path / name, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_lines_are_written_as_json_and_metrics_can_be_read_at_once(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", CONFIG) as directory:
-        directory.write_events([{"kind": "a", "loss": float("nan")}, {"kind": "b", "pair": (1, float("inf"))}])
-        directory.write_metrics({"round": 1, "ops": {"WAIT": 3}})
-        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-        assert events == [{"kind": "a", "loss": None}, {"kind": "b", "pair": [1, None]}]
-        assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {"round": 1, "ops": {"WAIT": 3}}
 
 
 def test_a_directory_is_cut_to_the_cursor_of_a_checkpoint(tmp_path: Path) -> None:
@@ -122,14 +110,6 @@ def test_one_process_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
         first.rewind({}, CONFIG)
         with pytest.raises(RunDirectoryError, match="another process is writing to"):
             second.rewind({}, CONFIG)
-
-
-def test_what_is_no_run_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    for name, said in (("folder", "has no config.toml"), ("file", "is not a folder"), ("nothing", "does not exist")):
-        with pytest.raises(RunDirectoryError, match=said):
-            require_run(tmp_path / name)
 
 
 def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path) -> None:
@@ -193,20 +173,6 @@ def test_links_that_were_put_in_the_place_of_drafts_and_of_what_is_replaced_lead
     assert not (path / ".config.toml.draft-0").is_symlink()  # taken for that of a process that was killed
 
 
-@pytest.mark.parametrize("put", [Path.symlink_to, Path.hardlink_to])
-def test_what_already_has_the_name_of_a_draft_is_neither_followed_nor_overwritten_nor_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path, Path], None]
-) -> None:
-    path, mine = tmp_path / "run", tmp_path / "mine"
-    mine.write_text("mine")
-    with RunDirectory.create(path, CONFIG) as directory:
-        monkeypatch.setattr("esper.leyline.files.secrets.token_hex", lambda size: "guessed")
-        put(path / ".summary.json.draft-guessed", mine)
-        with pytest.raises(RunDirectoryError, match="File exists"):
-            directory.write_summary({"rounds": 1})
-    assert mine.read_text() == (path / ".summary.json.draft-guessed").read_text() == "mine"
-
-
 def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_complete(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory.create(path, CONFIG) as directory:
@@ -219,12 +185,6 @@ def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_compl
     (path / "summary.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="no checkpoint"):
         require_nothing_to_lose(path)
-
-
-def test_missing_numbers_are_null_in_json() -> None:
-    assert plain_json({"a": float("nan"), "b": [1.5, float("-inf")], "c": ("x", None), "d": True}) == {
-        "a": None, "b": [1.5, None], "c": ["x", None], "d": True,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -265,13 +225,3 @@ def test_a_file_system_without_locks_and_syncs_does_not_end_a_run(
     assert "the file system has no locks, so that nothing keeps a second process from writing" in said
     assert "the file system cannot sync files or folders" in said
     assert "(Function not implemented)" in said
-
-
-def test_a_disk_that_fails_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with RunDirectory.create(tmp_path / "run", CONFIG) as directory:
-        monkeypatch.setattr("os.fsync", broken)
-        with pytest.raises(RunDirectoryError, match="Input/output error"):
-            directory.cursor()

@@ -23,7 +23,7 @@ def planted(*grown: Architecture, **settings: object):
     built = engine(len(grown), LENGTH, **settings)
     client = ToyClient(built.spec, script(len(grown), LENGTH, {}))
     built.reset(client, 0)
-    built.start_with(grown)
+    built.add_fossils(grown)
     return built, client
 
 
@@ -113,7 +113,7 @@ def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_
         client = ScriptedClient(make_baseline(name, built.spec), ToyReward())
         built.reset(client, 0)
         if name == "static_final":
-            built.start_with((NOTHING, NOTHING))
+            built.add_fossils((NOTHING, NOTHING))
         trees[name] = []
         for _ in range(LENGTH):
             built.step(client)

@@ -157,12 +157,12 @@ def test_the_state_of_one_host_is_continued_by_an_engine_of_that_host_alone():
     engine = tiny.engine(4, LENGTH, of=of, distinct_hosts=2)  # hosts 2 and 3 have the data of 0 and 1
     client = ToyClient(engine.spec)
     engine.reset(client, 1)
-    engine.start_with([*ARCHITECTURES, ARCHITECTURES[0]])
+    engine.add_fossils([*ARCHITECTURES, ARCHITECTURES[0]])
     stats = engine.rollout(client)
     tested = engine.test()
     for host in (0, 3):
         alone = tiny.engine(1, LENGTH, of=of, distinct_hosts=2, host_offset=host)
-        alone.load_state_dict(engine.host_state(host), ToyClient(alone.spec))
+        alone.load_state_dict(engine.state_of([host]), ToyClient(alone.spec))
         again = alone.outcome()
         assert again.committed_acc[0] == stats.committed_acc[host]
         assert alone.test()[0] == tested[host]

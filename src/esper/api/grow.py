@@ -1,6 +1,7 @@
-"""What happened while a network grew, step by step."""
+"""The verb grow, the network that it gives, and what happened while the network grew, step by step."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture
-from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
+from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
@@ -30,6 +31,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
+from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Leaderboard, Method, compared
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.signals import stop_signals
@@ -37,7 +39,7 @@ from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.progress import PassProgress, RunConsole, RunProgress, warn
 from esper.telemetry.run_directory import CONFIG, EVENTS, plain_json
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
@@ -156,10 +158,13 @@ class Grown:
 
     Attributes:
         network: the module and its description (`esper.export`). timeline: what happened in each step.
+        leaderboard: all candidates and what they cost; None if the network was loaded, or grown by a controller.
+        beside: the leaderboards of other methods that had the same budget, by their names.
     """
 
-    def __init__(self, network: GrownNetwork, timeline: Timeline) -> None:
-        self.network, self.timeline = network, timeline
+    def __init__(self, network: GrownNetwork, timeline: Timeline, leaderboard: Leaderboard | None = None) -> None:
+        self.network, self.timeline, self.leaderboard = network, timeline, leaderboard
+        self.beside: dict[str, Leaderboard] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -223,8 +228,30 @@ class Grown:
         warn(saved.notes)
         return saved
 
+    @checked
+    def picture(self, file: Path | str) -> None:
+        """Draw the candidates, points against FLOPs, as a .png or .svg file; needs matplotlib (`esper-growth[report]`).
+
+        Raises:
+            ExportError: there is no leaderboard, or the file cannot be written.
+        """
+        from esper.telemetry.report.figures import growth_picture
+
+        if self.leaderboard is None:
+            raise ExportError("this network has no candidates to draw; grow one with a method such as auto.")
+        boards = {"this network": self.leaderboard, **self.beside}
+        figure = growth_picture({name: board.courses for name, board in boards.items()}, self.unit)
+        try:
+            figure.savefig(folder(file), dpi=110)
+        except (OSError, ValueError) as error:
+            raise ExportError(f"{file} cannot be drawn ({error}); name a .png or .svg file.") from error
+
     def __repr__(self) -> str:
-        return f"{self.network.description.task}\n{self.network.summary}"
+        own = f"{self.network.description.task}\n{self.network.summary}"
+        if self.leaderboard is None:
+            return own
+        boards = {"this network": self.leaderboard, **self.beside}
+        return "\n\n".join((str(self.leaderboard), *([compared(boards)] if self.beside else []), own))
 
 
 Controller: TypeAlias = Run | Path | str | Schedule | PolicyMaker
@@ -232,16 +259,24 @@ Controller: TypeAlias = Run | Path | str | Schedule | PolicyMaker
 
 def grow(
     task: AnyTask,
-    controller: Controller = "heuristic",
+    method: Controller = "auto",
     *,
+    budget: Budget | None = None,
+    keep: Keep = "last",
+    beside: Sequence[Method] = (),
     best_of: int = 1,
     steps: int | None = None,
     seed: int = 0,
     device: str | None = None,
     progress: bool = True,
+    unfinished: Path | str | None = None,
     **settings: Any,  # noqa: ANN401 -- validated with the configuration
 ) -> Grown:
-    """Grow networks of a task from new weights, and keep the one with the most points on the validation examples.
+    """Grow the best network of a task that a budget allows: the one with the most points on the validation examples.
+
+    The methods "auto", "plain", "portfolio", "halving" and "hill_climbing" train many candidates and stop weak ones
+    early (`esper.runs.growth`); a budget of FLOPs, which is what three trainings of the network alone cost if none is
+    given, makes them reproducible. Any other method is a controller, which grows `best_of` networks.
 
     A trained controller draws its operations from its policy, as in training and evaluation, by keys of `seed`: equal
     arguments give equal networks. It may come from another task with as many slots in the same family of networks.
@@ -250,13 +285,20 @@ def grow(
 
     Args:
         task: an `esper.Task`, the name of a registered one, or "FILE.py:NAME".
-        controller: a run (from `esper.train`, or its directory), the name of a baseline or registered policy, a
-            schedule, or a function of the `EngineSpec` that gives a script or policy.
-        best_of: networks that grow in parallel; the best is measured on the test examples, once.
-        steps: control steps; those of the task or run if not given.
+        method: one of those above; or a controller: a run (from `esper.train`, or its directory), the name of a
+            baseline or registered policy, a schedule, or a function of the `EngineSpec` that gives a script or policy.
+        budget: limits, which are never exceeded; for controllers that of parameters alone.
+        keep: the network of the "last" step, or of the "best" one by its points on the validation examples; the last
+            for controllers.
+        beside: other methods that spend as many FLOPs afterwards, such as "plain", so that there is something to
+            compare with.
+        best_of: networks that a controller grows in parallel; the best is measured on the test examples, once.
+        steps: control steps of the network that is kept; decided by the budget if not given, for controllers those of
+            the task or run.
         seed: key of initial weights, order of examples and draws of the controller.
         device: "auto", "cpu", "cuda" or "cuda:N"; as in the run if not given.
         progress: whether to print.
+        unfinished: file that keeps the candidates until the growth is complete. If it is there, it is continued.
         settings: any key of the configuration, such as workers=1.
 
     Raises:
@@ -265,9 +307,34 @@ def grow(
     """
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
     load_plugins(plugins)
-    spec, run = spec_of(task), _run_of(controller)
+    spec, budget = spec_of(task), budget or Budget()
     if best_of < 1:
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
+    if method in METHODS:
+        if best_of != 1:
+            raise ConfigError(
+                f"best_of is {best_of}, but method {method!r} chooses the candidates itself; leave it out."
+            )
+        with in_process(spec):
+            config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
+            out = console(progress)
+            try:
+                grown = _Race(config, method, budget, seed, steps, unfinished, out).run(keep)
+                assert grown.leaderboard is not None
+                for other in beside:
+                    equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
+                    board = _Race(config, other, equal, seed, steps, None, out).run(keep).leaderboard
+                    assert board is not None
+                    grown.beside[other] = board
+            except KeyboardInterrupt:
+                raise Stopped("stopped; nothing was kept") from None
+            return grown
+    run = _run_of(method)
+    if budget.minutes or budget.flops or keep != "last" or unfinished or beside:
+        raise ConfigError(
+            f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave minutes, "
+            f"FLOPs, keep, beside and unfinished out, or choose a method: {', '.join(METHODS)}."
+        )
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
     changes = given(settings, task=spec.name, episode_length=steps, device=device)
@@ -278,9 +345,9 @@ def grow(
         config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
         # workers import them too; one episode is shorter than a compilation
         config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
-        name, make = _client(spec, controller, run, config)
+        name, make = _client(spec, method, run, config)
         try:
-            return _grown(config, make, name, best_of, seed, console(progress))
+            return _grown(config, make, name, best_of, budget, seed, console(progress))
         except KeyboardInterrupt:
             raise Stopped("stopped; nothing was kept") from None
 
@@ -299,7 +366,8 @@ def _run_of(controller: Controller) -> Run | None:
     if isinstance(controller, str | Path):
         if not folder(controller).exists():
             raise RunDirectoryError(
-                f"{controller} is neither a run directory nor a baseline; {nearest(str(controller), known.names())}"
+                f"{controller} is neither a run directory, nor a method, nor a baseline; "
+                f"{nearest(str(controller), (*METHODS, *known.names()))}"
             )
         return Run(folder(controller))
     return None
@@ -333,6 +401,7 @@ def _grown(
     make: Callable[[EngineSpec], ClientProtocol],
     name: str,
     best_of: int,
+    budget: Budget,
     seed: int,
     out: RunConsole,
 ) -> Grown:
@@ -357,11 +426,73 @@ def _grown(
             stats = engine.outcome()
             out.say(f"stopped after step {engine.t} of {config.episode_length}; what grew until then is kept")
     # a finite loss, then the most points; of equal ones the smallest network
-    best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss)))[0])
+    large = stats.host_params + stats.fossil_params > (budget.params or math.inf)
+    if large.all():
+        raise ConfigError(
+            f"the budget allows {budget.params:,} parameters, and every network that {name} grew has more; allow more, "
+            f"grow more networks with {option('best_of')}, or choose the method auto, which keeps to the limit."
+        )
+    best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss), large))[0])
     test = float(host_read(engine.test())[0][best])
     network = GrownNetwork.of(engine, task, dataset, stats, host=best, test=test)
     unit = task.objective.unit
     return Grown(network, Timeline.of(watch.reports, engine.spec, best, float(stats.committed_acc[best]), unit))
+
+
+@final
+class _Race:
+    """A growth by one of `METHODS`, from its start or from its unfinished file to its network."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        method: Method,
+        budget: Budget,
+        seed: int,
+        steps: int | None,
+        unfinished: Path | str | None,
+        out: RunConsole,
+    ) -> None:
+        self._out, self._file = out, None if unfinished is None else folder(unfinished)
+        device = device_of(config)
+        dataset = dataset_of(config, device)
+        if dataset is None:
+            raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
+        out.say(f"esper: grow {config.task} by {method}, seed {seed}")
+        self._growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps)
+        if self._file is not None and self._file.exists():
+            self._growth.read(self._file)
+            out.say(f"continued after step {self._growth.t} of {self._growth.steps}")
+        out.say(self._growth.plan)
+
+    def run(self, keep: Keep) -> Grown:
+        """Train the candidates; Ctrl-C ends it after a step, with the best one so far."""
+        growth, requests, saved = self._growth, list[bool](), time.monotonic()
+        progress = PassProgress(self._out, 100)
+        with progress, stop_signals(lambda: requests.append(True)):
+            progress.skip(100.0 * growth.share)
+            while not growth.is_over and not requests:
+                before = growth.share
+                growth.step()
+                progress.stage(growth.place)
+                progress.advance(100.0 * (growth.share - before))
+                if self._file is not None and (requests or time.monotonic() - saved > SAVE_EVERY):
+                    growth.write(self._file)
+                    saved = time.monotonic()
+        if not growth.t:
+            raise KeyboardInterrupt
+        stopped = not growth.is_over
+        if stopped:
+            kept = f"; continue it with the same file, {self._file}" if self._file else ""
+            self._out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
+        network, entry = growth.result(keep)
+        if self._file is not None and not stopped:
+            self._file.unlink(missing_ok=True)
+        found = network.description
+        assert found.val is not None
+        rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
+        end = Row(len(growth.entries[entry].val), "", "end", None, None, found.val)
+        return Grown(network, Timeline([*rows, end], found.unit), growth.leaderboard(entry, found.test))
 
 
 @final

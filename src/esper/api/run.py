@@ -246,6 +246,7 @@ def evaluate(
     episode_length: int | None = None,
     num_envs: int = 16,
     seed: int | None = None,
+    flops_per_host: float | None = None,
     best: bool = False,
     out: Path | str | None = None,
     device: str | None = None,
@@ -263,6 +264,8 @@ def evaluate(
         episode_length: control steps; as in the run, or set by the task, if not given.
         num_envs: networks per controller and run.
         seed: of the networks; that of each run + 1,000,000 if not given, which is needed for several runs.
+        flops_per_host: compare all of them once more at this budget for training and measuring a network: each run as
+            often as fits, validation keeps the best.
         best: use the checkpoint with the highest mean J of ten rounds instead of the newest.
         out: folder that keeps each outcome as soon as it is known; a second call continues there. Not for a task that
             only this program knows.
@@ -300,6 +303,7 @@ def evaluate(
             transfer=other is not None or episode_length is not None,
             seeds=() if seed is None else (seed,),
             num_envs=num_envs,
+            flops=flops_per_host,
             out=None if out is None else Path(out),
             console=console(progress),
         )

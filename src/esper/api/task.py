@@ -19,7 +19,7 @@ from esper.api.arguments import checked
 from esper.kasmina.hosts.host import Interface, as_floats, near
 from esper.kasmina.hosts.module_host import Model, ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.optimizers import OptimizerSpec, ScheduleName
 from esper.kasmina.parameters.population import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
@@ -144,6 +144,9 @@ class Task:
         optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
+        schedule: how the learning rate falls over the episode, by one factor per control step: "constant", "cosine" or
+            "linear". warmup: control steps in which it rises to `lr` first.
+        label_smoothing: of classes and tokens, in training, as in `torch.nn.functional.cross_entropy`.
         clip: limit of the L2 norm of the gradient of the network, and of each seed; None for no clipping.
         min_training_epochs: control steps that a seed trains before it is blended in.
         seed: of the random split, where `val` or `test` is not given.
@@ -183,12 +186,15 @@ class Task:
         weight_decay: float | None = None,
         betas: tuple[float, float] | None = None,
         momentum: float | None = None,
+        schedule: ScheduleName = "constant",
+        warmup: int = 0,
+        label_smoothing: float = 0.0,
         clip: float | None = None,
         min_training_epochs: int = 3,
         seed: int = 0,
     ) -> None:
         values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "momentum": momentum}
-        trained_by = optimizer_of(optimizer, values, clip)
+        trained_by = replace(optimizer_of(optimizer, values, clip), schedule=schedule, warmup=warmup)
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
         prepare, example = _prepared(inputs, first)
@@ -217,7 +223,7 @@ class Task:
         if loss is None:
             pairs = _with_classes(pairs, found.shape[1:])
         y = pairs["train"][1]
-        objective = _objective(found, y, loss, metric, unit, blind_loss)
+        objective = _objective(found, y, loss, metric, unit, blind_loss, label_smoothing)
         self.name = _name(name, network)
         dataset = from_arrays(
             self.name,
@@ -388,13 +394,20 @@ def _objective(
     metric: PerExample | None,
     unit: str | None,
     blind_loss: float | None,
+    label_smoothing: float,
 ) -> Objective:
     """The objective of outputs [n, ...] of a new network and targets [N >= n, ...]."""
     if loss is None:
         if blind_loss is not None or (unit is not None and metric is None):
             raise ConfigError("blind_loss needs a loss, and unit a loss or a metric; give it, or leave them out.")
         objective = _by_targets(outputs.shape[1:], y)
+        if isinstance(objective, Classification | NextToken):
+            objective = replace(objective, label_smoothing=label_smoothing)
+        elif label_smoothing:
+            raise ConfigError("label_smoothing is for targets that are classes or tokens, and these are numbers.")
         return objective if metric is None else WithMetric(objective=objective, metric=metric, unit=unit or "score")
+    if label_smoothing:
+        raise ConfigError("label_smoothing and a loss of your own are given; smooth inside the loss, or leave one out.")
     targets = y[: len(outputs)].clone()
     losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
     if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):

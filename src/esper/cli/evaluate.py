@@ -1,11 +1,12 @@
 """esper evaluate: compares trained controllers with baselines."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -29,7 +30,8 @@ class Evaluate:
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
     """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
     alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
-    explore_then_commit, static_final, static_common, big_host, untrained, and best_schedule (of task null)."""
+    explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
+    portfolio and halving. Besides: random_search."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
@@ -40,6 +42,10 @@ class Evaluate:
     """Reward, if no run is given. (objective)"""
     num_envs: Annotated[int, placeholder("N")] = 16
     """Hosts per controller and seed. (16)"""
+    flops_per_host: Annotated[float | None, placeholder("X")] = None
+    """Compare all of them once more at this budget, e.g. 1e9, for training and measuring a host: each controller run as
+    often as fits, validation keeps the best. (no such comparison; portfolio, halving and random_search spend what the
+    trained controller does, without a run three trainings of the plain host)"""
     episode_length: Number = None
     """Control steps per episode. (as in the run, or set by the task)"""
     architecture: FilePath = None
@@ -47,7 +53,8 @@ class Evaluate:
     seed: Annotated[tyro.conf.UseAppendAction[tuple[int, ...]], placeholder("N")] = ()
     """Seed of the evaluation hosts: one for each run, or any number without runs. (training seed + 1000000)"""
     out: FilePath = None
-    """Folder that keeps each outcome as soon as it is known, and evaluation.json; a second call continues there."""
+    """Folder that keeps each outcome as soon as it is known, evaluation.json, and with --flops-per-host a picture; a
+    second call continues there."""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (as in the run)"""
     data_dir: FilePath = None
@@ -63,9 +70,10 @@ class Evaluate:
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
     from esper.runs.evaluation.comparison import compare, named
-    from esper.runs.evaluation.outcomes import REPORT
+    from esper.runs.evaluation.outcomes import PICTURE, REPORT
 
     runs, baselines = named(command.controllers)
+    draw = _draws(command)
     tasks = command.task or (None,)
     if len(set(tasks)) < len(tasks):
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
@@ -79,6 +87,7 @@ def evaluate(command: Evaluate) -> int:
             transfer=task is not None or command.episode_length is not None,
             seeds=command.seed,
             num_envs=command.num_envs,
+            flops=command.flops_per_host,
             out=command.out,
             console=RunConsole(stderr=True),
         )
@@ -89,6 +98,9 @@ def evaluate(command: Evaluate) -> int:
     if command.out is not None:
         with replacing(command.out / REPORT) as file:
             print(text, file=file)
+        for report in reports:
+            name = PICTURE if len(reports) == 1 else f"{PICTURE}-{report['task']}"
+            draw(report, command.out / name)
     console = RunConsole()
     if command.json:
         console.out(text, highlight=False)
@@ -98,6 +110,25 @@ def evaluate(command: Evaluate) -> int:
             console.say("")
         comparison.show(console)
     return 0
+
+
+def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
+    """Draws the comparison at equal compute into files, if there is one; raises ConfigError if that is impossible."""
+    budget = command.flops_per_host
+    if budget is None:
+        return lambda report, path: None
+    if not 0.0 < budget < math.inf:
+        raise ConfigError(f"--flops-per-host is {budget:g}; give the FLOPs that a host may spend, e.g. 1e9.")
+    if command.out is None:
+        return lambda report, path: None
+    try:
+        from esper.telemetry.report.compute import write_picture
+    except ImportError as error:
+        raise ConfigError(
+            f"the picture at equal compute needs matplotlib, and importing it failed ({error}); pip install "
+            "'esper-growth[report]', or leave --out out."
+        ) from error
+    return write_picture
 
 
 def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> list["RunConfig"]:
@@ -119,7 +150,7 @@ def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Find the best schedule of a task and the best rule that looks at each host once, or tune the heuristic for it.
+    """Find the best schedule and the best rule of a task, its best portfolios, or tune the heuristic for it.
 
     They are searched on training hosts and written as files that `esper evaluate` compares.
     """
@@ -128,6 +159,8 @@ class Search:
     """The task, or FILE.py:NAME."""
     heuristic: bool = False
     """Tune the hand-written rules of the heuristic instead."""
+    portfolio: bool = False
+    """Search structures to be tried side by side on each host instead: portfolios and halvings for every budget."""
     budget: Number = None
     """Env-steps (hosts x control steps) to spend. (those of a training run of the preset)"""
     out: FilePath = None
@@ -135,7 +168,8 @@ class Search:
     preset: Text = None
     """Base settings. (quickstart)"""
     num_envs: Number = None
-    """Hosts that run at once. (as in training; up to 256 for scripted tasks)"""
+    """Hosts that run at once; of --portfolio as many as the budget pays for. (as in training; up to 256 for scripted
+    tasks)"""
     episode_length: Number = None
     """Control steps per episode. (set by the task)"""
     seed: Number = None
@@ -164,11 +198,16 @@ def search(command: Search) -> int:
     given.pop("num_envs", None)  # of the search, not of the training run that gives the default budget
     config = resolve(given)
     budget = searching.default_budget(config) if command.budget is None else command.budget
+    folder = free_folder(config, "search") if command.out is None else command.out
+    console = RunConsole()
+    if command.portfolio:
+        if command.heuristic or command.num_envs is not None:
+            raise ConfigError("--portfolio goes with neither --heuristic nor --num-envs; leave one of them out.")
+        _search_plans(config, budget, folder, console)
+        return 0
     num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
     config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
     passes = searching.passes_of(budget, num_envs, config.episode_length)
-    folder = free_folder(config, "search") if command.out is None else command.out
-    console = RunConsole()
     console.say(
         f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
         f"{config.episode_length} steps, seed {config.seed}"
@@ -182,6 +221,26 @@ def search(command: Search) -> int:
         found.write(folder)
     found.show(folder, console)
     return 0
+
+
+def _search_plans(config: "RunConfig", budget: int, folder: Path, console: RunConsole) -> None:
+    """Search portfolios and halvings, write the file and print what was found."""
+    from esper.runs.assembly.assemble import require_memory
+    from esper.runs.evaluation.search import PlanSearch
+    from esper.telemetry.progress import PassProgress
+
+    search = PlanSearch(config, budget)
+    passes, hosts = search.structures, search.hosts
+    console.say(
+        f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} structures on {hosts} hosts x "
+        f"{config.episode_length} steps, seed {config.seed}"
+    )
+    task = config.task_spec()
+    require_memory(config, task, search.dataset, search.device, console.say, num_envs=hosts, episodes=passes)
+    with _made(folder), PassProgress(console, passes) as progress:
+        found = search.run(folder, on_pass=progress.advance, on_stage=progress.stage)
+        found.write(folder)
+    found.show(folder, console)
 
 
 @contextmanager

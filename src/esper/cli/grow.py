@@ -1,6 +1,7 @@
-"""esper grow: a controller grows one network, or the best of several."""
+"""esper grow: the best network that a budget allows."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,29 +15,48 @@ if TYPE_CHECKING:
     from esper.export.network import Format
 
 
+PICTURE = "growth.png"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grow:
-    """Grow a network with a controller, and write it as files.
+    """Grow the best network that a budget allows, and write it as files.
 
-    Of several networks the one with the highest validation score is kept, and measured on the test examples.
+    Many candidates begin, and weak ones stop early. The network with the highest validation score is kept, and measured
+    on the test examples. Ctrl-C keeps the best one so far.
     """
 
     task: Annotated[tyro.conf.Positional[str], placeholder("TASK")]
     """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file."""
-    controller: Annotated[str, placeholder("RUN|NAME")] = "heuristic"
-    """A run directory, or the name of a baseline. (heuristic)"""
+    method: Annotated[str, placeholder("NAME|RUN")] = "auto"
+    """auto, plain, portfolio, halving or hill_climbing; or a controller: a run directory, or a baseline. (auto)"""
+    minutes: Annotated[float | None, placeholder("X")] = None
+    """Minutes that the growth may take. (no limit)"""
+    flops: Annotated[float | None, placeholder("X")] = None
+    """FLOPs that it may cost, e.g. 1e15. (three trainings of the network alone)"""
+    max_params: Number = None
+    """Parameters that the network may have. (no limit)"""
+    keep: Literal["last", "best"] = "last"
+    """The network of the last step, or of the best one by its validation score. (last)"""
+    beside: Annotated[
+        tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
+        placeholder("NAME"),
+    ] = ()
+    """Another method that spends as many FLOPs afterwards, for comparison, such as plain; may be given again."""
     best_of: Annotated[int, placeholder("N")] = 1
-    """Networks that grow in parallel. (1)"""
+    """Networks that a controller grows in parallel. (1)"""
     steps: Number = None
-    """Control steps. (as in the run, or set by the task)"""
+    """Control steps. (as the budget allows; of a controller as in its run, or set by the task)"""
     seed: Annotated[int, placeholder("N")] = 0
-    """Random seed of the networks and of the draws of the controller. (0)"""
+    """Random seed of the networks and of the draws of a controller. (0)"""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (as in the run, or auto)"""
     data_dir: FilePath = None
     """Folder of the data files. (as in the run, or $ESPER_DATA)"""
     out: FilePath = None
-    """Folder to write: the files of `esper export`, and timeline.json."""
+    """Folder to write: the files of `esper export`, and timeline.json. Until then OUT.unfinished has the candidates."""
+    resume: Flag = False
+    """Continue OUT.unfinished, which Ctrl-C or a kill left."""
     overwrite: Flag = False
     """Replace a folder made by this command."""
     set: Annotated[Names, placeholder("NAME=VALUE ...")] = ()
@@ -52,28 +72,50 @@ def grow(command: Grow) -> int:
     from esper.api.grow import grow as grown_by
     from esper.api.run import Run
     from esper.export.network import require_free
-    from esper.runs.evaluation.controllers import names
+    from esper.runs.growth import METHODS, Budget
 
+    overwrite = command.overwrite or command.resume
     if command.out is not None:
-        require_free(command.out, overwrite=command.overwrite)
+        require_free(command.out, overwrite=overwrite)
     own = {"seed", "task", "device"}  # not settings of the run
     settings = {name: value for name, value in overrides(command, joined(command.set)).items() if name not in own}
     allowed = (*settings.get("plugins", ()), command.task)
-    is_run = command.controller not in names() and Path(command.controller).is_dir()
+    is_run = command.method not in METHODS and Path(command.method).is_dir()
     found = grown_by(
         command.task,
-        Run(Path(command.controller), allowed=allowed, trust=command.trust) if is_run else command.controller,
+        Run(Path(command.method), allowed=allowed, trust=command.trust) if is_run else command.method,
+        budget=Budget(minutes=command.minutes, flops=command.flops, params=command.max_params),
+        keep=command.keep,
+        beside=command.beside,
         best_of=command.best_of,
         steps=command.steps,
         seed=command.seed,
         device=command.device,
+        unfinished=_unfinished(command) if command.method in METHODS else None,
         **settings,
     )
     console = RunConsole()
     console.say(f"\n{found.timeline}\n\n{found}")
     if command.out is not None:
-        console.say(str(found.save(command.out, overwrite=command.overwrite)))
+        console.say(str(found.save(command.out, overwrite=overwrite)))
+        if found.leaderboard is not None and find_spec("matplotlib"):
+            found.picture(command.out / PICTURE)
+            console.say(f"{command.out / PICTURE}: the candidates, points against FLOPs")
     return 0
+
+
+def _unfinished(command: Grow) -> Path | None:
+    """The file that keeps the candidates; raises ConfigError if it is there without --resume, or missing with it."""
+    if command.out is None:
+        if command.resume:
+            raise ConfigError("--resume continues what is beside the folder of --out; name that folder.")
+        return None
+    file = command.out.with_name(f"{command.out.name}.unfinished")
+    if command.resume and not file.exists():
+        raise ConfigError(f"there is no {file}, so nothing can be continued; leave --resume out to start.")
+    if file.exists() and not command.resume:
+        raise ConfigError(f"{file} has the candidates of an earlier growth; continue it with --resume, or delete it.")
+    return file
 
 
 Choice = Literal["torch", "pt2", "onnx", "all"]

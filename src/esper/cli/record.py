@@ -1,4 +1,4 @@
-"""esper report: shows runs as one HTML page, and as figures."""
+"""esper report shows runs as one HTML page, and as figures; esper query answers questions about them."""
 
 import csv
 import json

@@ -178,7 +178,6 @@ class HeadSpec(NamedTuple):
         canonical: stored value when the operation does not read the head.
         bonus: multiplier of the entropy bonus.
         floor, floor_weight: entropy floor and the coefficient of its penalty.
-        alarm: normalized entropy below which a collapse is reported.
     """
 
     name: str
@@ -188,7 +187,6 @@ class HeadSpec(NamedTuple):
     bonus: float
     floor: float
     floor_weight: float
-    alarm: float
 
 
 _ALL = frozenset(LifecycleOp)
@@ -196,14 +194,14 @@ _GERMINATE = frozenset({_O.GERMINATE})
 _RETARGET = frozenset({_O.GERMINATE, _O.SET_ALPHA_TARGET})
 _RAMP = frozenset({_O.SET_ALPHA_TARGET, _O.PRUNE})
 HEADS: tuple[HeadSpec, ...] = (
-    HeadSpec("slot", 0, _ALL - {_O.WAIT}, 0, 1.0, 0.15, 0.1, 0.10),
-    HeadSpec("blueprint", 0, _GERMINATE, 0, 1.3, 0.20, 0.3, 0.05),
-    HeadSpec("style", 4, _RETARGET, int(Style.SIGMOID_ADD), 1.2, 0.15, 0.1, 0.08),
-    HeadSpec("tempo", 3, _GERMINATE, 1, 1.3, 0.20, 0.3, 0.05),
-    HeadSpec("alpha_target", 3, _RETARGET, 2, 1.2, 0.10, 0.1, 0.08),
-    HeadSpec("alpha_speed", 4, _RAMP, 0, 1.2, 0.10, 0.1, 0.08),
-    HeadSpec("alpha_curve", 5, _RAMP, 0, 1.2, 0.10, 0.1, 0.08),
-    HeadSpec("op", NUM_OPS, _ALL, 0, 1.0, 0.30, 0.3, 0.08),
+    HeadSpec("slot", 0, _ALL - {_O.WAIT}, 0, 1.0, 0.15, 0.1),
+    HeadSpec("blueprint", 0, _GERMINATE, 0, 1.3, 0.20, 0.3),
+    HeadSpec("style", 4, _RETARGET, int(Style.SIGMOID_ADD), 1.2, 0.15, 0.1),
+    HeadSpec("tempo", 3, _GERMINATE, 1, 1.3, 0.20, 0.3),
+    HeadSpec("alpha_target", 3, _RETARGET, 2, 1.2, 0.10, 0.1),
+    HeadSpec("alpha_speed", 4, _RAMP, 0, 1.2, 0.10, 0.1),
+    HeadSpec("alpha_curve", 5, _RAMP, 0, 1.2, 0.10, 0.1),
+    HeadSpec("op", NUM_OPS, _ALL, 0, 1.0, 0.30, 0.3),
 )
 """The head table, in storage order."""
 

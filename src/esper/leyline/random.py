@@ -43,11 +43,11 @@ class Stream(IntEnum):
     SCRIPTED_NOISE = 8
     POLICY_INIT = 9
     MINIBATCH_ORDER = 10
-    RESAMPLING = 11
     INSTANCE = 12
     SCHEDULE_SEARCH = 13
     HEURISTIC_SEARCH = 14
     FORWARD_PASS = 15
+    RANDOM_STRUCTURES = 16
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

@@ -61,6 +61,9 @@ _SHORT = {"greater than or equal to": "at least", "less than or equal to": "at m
           "less than": "below", "Tuple should have": "a list of"}  # fmt: skip
 _KINDS = {
     "dataclass_type": "a table",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "list_type": "a list",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",

@@ -5,7 +5,7 @@ with `==`, because tensors have no truth value.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
@@ -153,8 +153,8 @@ def below(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): value for name, value in tree.items() if name.startswith(f"{prefix}.")}
 
 
-def rows_of(tree: Mapping[str, Tensor], num_envs: int, begin: int, end: int, owner: str) -> StateTree:
-    """Copies of the rows of the hosts from `begin` to before `end`, of `num_envs`; scalars belong to all hosts.
+def rows_of(tree: Mapping[str, Tensor], num_envs: int, hosts: Sequence[int], owner: str) -> StateTree:
+    """Copies of the rows of some of `num_envs` hosts, in this order, also repeated; scalars belong to all hosts.
 
     Raises:
         CheckpointError: the hosts cannot share the rows of a tensor equally.
@@ -167,7 +167,8 @@ def rows_of(tree: Mapping[str, Tensor], num_envs: int, begin: int, end: int, own
                 f"{owner}: {name} has {len(value)} rows, which {num_envs} hosts cannot share equally; load a "
                 "checkpoint of a run with as many hosts."
             )
-        part[name] = (value[begin * per_host : end * per_host] if value.dim() else value).clone()
+        chosen = torch.tensor(hosts, device=value.device)
+        part[name] = value.unflatten(0, (num_envs, per_host))[chosen].flatten(0, 1) if value.dim() else value.clone()
     return part
 
 

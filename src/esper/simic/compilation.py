@@ -5,11 +5,11 @@
     "auto"   "on" on CUDA, "off" on the CPU
 
     function      what it is                               compiled in
-    observe       losses judged, measurements to state     `runs/assembly/assemble.py`
+    observe       losses judged, measurements to state     `engine_of` in `runs/assembly/`
     policy_step   a decision of all hosts                  `policy_form`
-    execute       ops, tick and feedback of all hosts      `phase_form`
+    execute       ops, tick and feedback of all hosts      `engine_of`
     reward        in all modes but `objective`             `compiled_reward`
-    end_step      tally, snapshots, outputs of a step      `phase_form`
+    end_step      tally, snapshots, outputs of a step      `engine_of`
 
 Functions are compiled before the first step; `graphs_compiled` counts recompilations.
 """

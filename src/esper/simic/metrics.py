@@ -27,10 +27,9 @@ class Reducer(IntEnum):
 
     MEAN = 0
     MAX = 1
-    MIN = 2
-    SUM = 3
-    LAST = 4
-    ANY = 5
+    SUM = 2
+    LAST = 3
+    ANY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,9 @@ def _metrics(reducer: Reducer, *names: str, weight: str = "") -> tuple[Metric, .
     return tuple(Metric(name=name, reducer=reducer, weight=weight) for name in names)
 
 
+ENTROPIES = (*HEAD_NAMES, "parameters")
+"""What has an entropy: each head, and all but op together, what an operation is done with."""
+
 METRICS: tuple[Metric, ...] = (
     *_metrics(Reducer.SUM, "evaluated_steps", "finite_minibatches", "nonfinite_minibatches", "optimizer_steps"),
     *_metrics(
@@ -54,14 +56,13 @@ METRICS: tuple[Metric, ...] = (
         weight="evaluated_steps",
     ),
     *_metrics(Reducer.MEAN, "grad_norm"),
-    *_metrics(Reducer.MAX, "ratio_max", "epochs_done"),
-    *_metrics(Reducer.MIN, "ratio_min"),
-    *_metrics(Reducer.SUM, *(f"steps_{head}" for head in HEAD_NAMES)),
-    *(Metric(name=f"entropy_{head}", reducer=Reducer.MEAN, weight=f"steps_{head}") for head in HEAD_NAMES),
+    *_metrics(Reducer.MAX, "epochs_done"),
+    *_metrics(Reducer.SUM, *(f"steps_{name}" for name in ENTROPIES)),
+    *(Metric(name=f"entropy_{name}", reducer=Reducer.MEAN, weight=f"steps_{name}") for name in ENTROPIES),
     *_metrics(Reducer.LAST, "approx_kl", "lr", "ent_coef", "vf_coef", "floor_scale", "inverse_temperature"),
     *_metrics(Reducer.LAST, "forced_share", "explained_variance", "value_mean", "value_std"),
     *_metrics(Reducer.LAST, "return_mean", "return_std", "return_scale", "advantage_mean", "advantage_std"),
-    *_metrics(Reducer.LAST, "hidden_rms", "hidden_max", "cell_rms", "cell_max"),
+    *_metrics(Reducer.LAST, "stored_log_prob_error", "hidden_rms", "hidden_max", "cell_rms", "cell_max"),
     *_metrics(Reducer.ANY, "advantage_std_floored", "stopped_early", "actions_outside_mask", "nonfinite_logits"),
 )
 """All metrics, in the order of a row."""
@@ -101,7 +102,6 @@ def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
         (
             mean,
             torch.where(present, rows, -torch.inf).amax(0),
-            torch.where(present, rows, torch.inf).amin(0),
             rows.nansum(0),
             last,
             (present & (rows != 0)).any(0).to(rows.dtype),

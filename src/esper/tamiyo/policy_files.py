@@ -20,11 +20,13 @@ none. A rule has "kind": "rule" and "rule": {"feature", "step", "threshold", "be
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import replacing
@@ -39,6 +41,7 @@ from esper.leyline.lifecycle import (
     Style,
 )
 from esper.leyline.messages import EngineSpec
+from esper.leyline.settings import AtLeast0, AtLeast1, first_problem
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import (
     FEATURES,
@@ -61,7 +64,6 @@ _VALUES: dict[Head, tuple[str, ...]] = {
     Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
     Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
 }
-T = TypeVar("T")
 
 
 def script_of(policy: Policy, spec: EngineSpec) -> Script[Any]:
@@ -112,131 +114,84 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
         raise ConfigError(
             f"{path} is not JSON ({error}); use a file that `esper search` wrote, or correct it."
         ) from error
-    root = _Field(path, "", values)
-    root.get("format", one_of([FORMAT]))
-    kind = root.get("kind", one_of(["schedule", "rule", "heuristic"]))
-    root.require_keys(["format", "kind", "task", kind, "found"])
     try:
-        if kind == "heuristic":
-            return _heuristic(root.at(kind), spec)
-        policy = _schedule(root.at(kind), spec) if kind == "schedule" else _rule(root.at(kind), spec)
-        policy.check(spec)
-    except _FieldError:
-        raise
+        file = _files(spec).validate_python(values).model_dump(exclude_unset=True)
+        policy = _policy(file["kind"], file[file["kind"]], spec)
+        if not isinstance(policy, HeuristicRules):
+            policy.check(spec)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_problem(error)}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return policy
 
 
-class _FieldError(ConfigError):
-    """An error that names its file and field already."""
+def _model(title: str, /, **fields: Any) -> Any:  # noqa: ANN401 -- pydantic's types, or pairs of them with a default
+    """A table that has these fields and no others."""
+    strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    pairs: dict[str, Any] = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()}
+    model: type[BaseModel] = create_model(title, __config__=strict, **pairs)
+    return model
 
 
-@dataclass(frozen=True)
-class _Field:
-    """A value of the file and its place in it."""
-
-    path: Path
-    name: str
-    value: Any
-
-    def error(self, expected: str) -> _FieldError:
-        """What was found here, and what was expected."""
-        place, found = f"{self.path}: {self.name}" if self.name else str(self.path), json.dumps(self.value)
-        return _FieldError(f"{place} is {found if len(found) <= 80 else found[:77] + '...'}; {expected}")
-
-    def at(self, key: str) -> "_Field":
-        """The value of a key that must exist."""
-        name = f"{self.name}.{key}" if self.name else key
-        if not isinstance(self.value, dict):
-            raise self.error("it must be an object.")
-        if key not in self.value:
-            raise _FieldError(f"{self.path}: {name} is missing; add it.")
-        return _Field(self.path, name, self.value[key])
-
-    def get(self, key: str, check: "Callable[[_Field], T]") -> T:
-        """The checked value of a key that must exist."""
-        return check(self.at(key))
-
-    def require_keys(self, known: Sequence[str]) -> None:
-        """Refuse keys that mean nothing."""
-        for key in self.value:
-            if key not in known:
-                place = f"{self.name}.{key}" if self.name else key
-                raise _FieldError(f"{self.path}: {place} is unknown here; {nearest(key, known)}")
-
-    def items(self) -> "list[_Field]":
-        """The values of a list."""
-        if not isinstance(self.value, list):
-            raise self.error("it must be a list.")
-        return [_Field(self.path, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
-
-
-def one_of(names: Sequence[str]) -> Callable[[_Field], str]:
-    """A check for one of several names."""
-
-    def check(field: _Field) -> str:
-        if not isinstance(field.value, str) or field.value not in names:
-            raise field.error(nearest(str(field.value), names))
-        return field.value
-
-    return check
-
-
-def _text(field: _Field) -> str:
-    if not isinstance(field.value, str):
-        raise field.error("it must be a text.")
-    return field.value
-
-
-def _step(field: _Field) -> int:
-    if type(field.value) is not int or field.value < 1:
-        raise field.error("it must be a step, a whole number from 1 on.")
-    return field.value
-
-
-def _count(field: _Field) -> int:
-    if type(field.value) is not int or field.value < 0:
-        raise field.error("it must be a whole number, 0 or more.")
-    return field.value
-
-
-def _number(field: _Field) -> float:
-    if type(field.value) not in (int, float) or not math.isfinite(field.value):
-        raise field.error("it must be a finite number.")
-    return float(field.value)
-
-
-def _rule(field: _Field, spec: EngineSpec) -> ThresholdRule:
-    rule = ThresholdRule(
-        feature=field.get("feature", one_of(tuple(FEATURES))),
-        step=field.get("step", _step),
-        threshold=field.get("threshold", _number),
-        below=_schedule(field.at("below"), spec),
-        above=_schedule(field.at("above"), spec),
+def _files(spec: EngineSpec) -> TypeAdapter[Any]:
+    """What a file may hold, with the names of this run."""
+    names: dict[Head, Any] = {head: Literal[tuple(_values(head, spec))] for head in Head if head is not Head.OP}
+    needed = (Head.SLOT, Head.BLUEPRINT)
+    lines = tuple(
+        _model(
+            op.name, step=AtLeast1, op=Literal[op.name],
+            **{head.name.lower(): names[head] if head in needed else (names[head], None) for head in _heads(op)},
+        )
+        for op in LifecycleOp
+    )  # fmt: skip
+    line: Any = Annotated[Union[lines], Field(discriminator="op")]  # noqa: UP007 -- of a computed tuple
+    schedule = _model("schedule", name=str, lines=list[line])
+    feature: Any = Literal[tuple(FEATURES)]
+    rule = _model("rule", feature=feature, step=AtLeast1, threshold=float, below=schedule, above=schedule)
+    slot: Any = names[Head.SLOT]
+    blueprint: Any = names[Head.BLUEPRINT]
+    heuristic = _model(
+        "heuristic", blueprints=list[blueprint], slots=list[slot], tempo=names[Head.TEMPO], first_step=AtLeast1,
+        plateau_epochs=AtLeast0, patience=AtLeast0, drop=float, fossilize_above=float, cooldown=AtLeast0,
+    )  # fmt: skip
+    kinds = {"schedule": schedule, "rule": rule, "heuristic": heuristic}
+    files = tuple(
+        _model(kind, format=Literal[FORMAT], kind=Literal[kind], task=Any, found=Any, **{kind: table})
+        for kind, table in kinds.items()
     )
-    field.require_keys(["feature", "step", "threshold", "below", "above"])
-    return rule
+    file: Any = Annotated[Union[files], Field(discriminator="kind")]  # noqa: UP007
+    return TypeAdapter(file)
 
 
-def _heuristic(field: _Field, spec: EngineSpec) -> HeuristicRules:
-    def names(key: str, head: Head) -> tuple[int, ...]:
-        known = _values(head, spec)
-        return tuple(known[one_of(tuple(known))(item)] for item in field.at(key).items())
+def _first_problem(error: ValidationError) -> str:
+    """The field of the first problem, what was found there, and what was expected."""
+    problem = error.errors()[0]
+    kind, context, found = problem["type"], problem.get("ctx", {}), problem["input"]
+    places = [part for part in problem["loc"][1:] if part not in LifecycleOp.__members__]  # without tags of the unions
+    if kind.startswith("union_tag"):
+        places, found = [*places, context["discriminator"].strip("'")], context.get("tag")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places).lstrip(".")
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{name} is missing; add it."
+    if kind == "extra_forbidden":
+        return f"{name} is unknown here; correct its name, or leave it out."
+    known = re.findall(r"'([^']*)'", context.get("expected", context.get("expected_tags", "")))
+    wish = nearest(str(found), known) if known else "it must be " + first_problem(error).rpartition("it must be ")[2]
+    shown = json.dumps(found)
+    return f"{name or 'the file'} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wish}"
 
-    rules = HeuristicRules(
-        blueprints=names("blueprints", Head.BLUEPRINT),
-        slots=names("slots", Head.SLOT),
-        tempo=TEMPO_NAMES.index(field.get("tempo", one_of(TEMPO_NAMES))),
-        first_step=field.get("first_step", _step),
-        plateau_epochs=field.get("plateau_epochs", _count),
-        patience=field.get("patience", _count),
-        drop=field.get("drop", _number),
-        fossilize_above=field.get("fossilize_above", _number),
-        cooldown=field.get("cooldown", _count),
-    )
-    field.require_keys(list(asdict(rules)))
-    return rules
+
+def _policy(kind: str, tree: dict[str, Any], spec: EngineSpec) -> Policy:
+    """The policy of a table of this kind."""
+    if kind == "schedule":
+        return _schedule(tree, spec)
+    if kind == "rule":
+        sides = {side: _schedule(tree[side], spec) for side in ("below", "above")}
+        return ThresholdRule(**(tree | sides))
+    chosen = {key: tuple(_values(head, spec)[name] for name in tree[key])
+              for key, head in (("blueprints", Head.BLUEPRINT), ("slots", Head.SLOT))}  # fmt: skip
+    return HeuristicRules(**(tree | chosen | {"tempo": TEMPO_NAMES.index(tree["tempo"])}))
 
 
 def _heuristic_tree(rules: HeuristicRules, spec: EngineSpec) -> dict[str, Any]:
@@ -248,29 +203,18 @@ def _heuristic_tree(rules: HeuristicRules, spec: EngineSpec) -> dict[str, Any]:
     return asdict(rules) | named
 
 
-def _schedule(field: _Field, spec: EngineSpec) -> Schedule:
-    name = field.get("name", _text)
-    entries = [_entry(line, spec) for line in field.at("lines").items()]
-    field.require_keys(["name", "lines"])
-    return Schedule(id=name, version=1, entries=tuple(entries))
+def _schedule(tree: Mapping[str, Any], spec: EngineSpec) -> Schedule:
+    entries = []
+    for line in tree["lines"]:
+        op = LifecycleOp[line["op"]]
+        heads = {head: line[head.name.lower()] for head in _heads(op) if head.name.lower() in line}
+        chosen = {head.name.lower(): _values(head, spec)[name] for head, name in heads.items()}
+        entries.append(ScheduleEntry(line["step"], canonical_action(op, **chosen)))
+    return Schedule(id=tree["name"], version=1, entries=tuple(entries))
 
 
 def _schedule_tree(schedule: Schedule, spec: EngineSpec) -> dict[str, Any]:
     return {"name": schedule.id, "lines": [_line(entry, spec) for entry in schedule.entries]}
-
-
-def _entry(line: _Field, spec: EngineSpec) -> ScheduleEntry:
-    """One line as an entry."""
-    step = line.get("step", _step)
-    op = LifecycleOp[line.get("op", one_of([op.name for op in LifecycleOp]))]
-    heads = {head.name.lower(): _values(head, spec) for head in _heads(op)}
-    line.require_keys(["step", "op", *heads])
-    chosen = {
-        name: values[line.get(name, one_of(tuple(values)))]
-        for name, values in heads.items()
-        if name in line.value or name in ("slot", "blueprint")
-    }
-    return ScheduleEntry(step, canonical_action(op, **chosen))
 
 
 def _line(entry: ScheduleEntry, spec: EngineSpec) -> dict[str, Any]:

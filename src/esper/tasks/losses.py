@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective, Scores
-from esper.leyline.settings import AtLeast2, Positive, check_fields
+from esper.leyline.settings import AtLeast2, Decay, Positive, check_fields
 from esper.leyline.structure import Structure
 
 PADDING = -1
@@ -31,10 +31,12 @@ PerExample = Callable[[Tensor, Tensor], Tensor]
 class Classification:
     """Cross-entropy of one class per example; the figure of merit is accuracy in percent.
 
-    Examples of the class `PADDING` do not count.
+    Examples of the class `PADDING` do not count. `label_smoothing` is that of `torch.nn.functional.cross_entropy`
+    (Szegedy et al. 2016), in training alone.
     """
 
     num_classes: AtLeast2
+    label_smoothing: Decay = 0.0
     unit: ClassVar[str] = "accuracy"
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Classification:
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, classes] and classes [R]."""
-        losses = F.cross_entropy(outputs.float(), targets, ignore_index=PADDING, reduction="none")
+        losses = _cross_entropy(outputs.float(), targets, self.label_smoothing)
         return Scores(losses, self.score(outputs, targets), (targets != PADDING).float())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -65,10 +67,11 @@ class Classification:
 class NextToken:
     """Cross-entropy of the next token; the figure of merit is token accuracy in percent. exp(loss) is the perplexity.
 
-    Targets of `PADDING` count neither in the loss nor in the accuracy.
+    Targets of `PADDING` count neither in the loss nor in the accuracy. `label_smoothing` as in `Classification`.
     """
 
     vocabulary: AtLeast2
+    label_smoothing: Decay = 0.0
     unit: ClassVar[str] = "token accuracy"
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class NextToken:
         """Logits [R, T, vocabulary] and tokens [R, T], integers of any size."""
         targets = targets.long()
         logits, weight = outputs.float(), (targets != PADDING).sum(dim=1).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
+        losses = _cross_entropy(logits.flatten(0, 1), targets.flatten(), self.label_smoothing)
         return Scores(losses.view(targets.shape).sum(dim=1), self.score(outputs, targets), weight)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -272,9 +275,23 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
     return found.float().masked_fill(~outputs.reshape(len(outputs), -1).amax(dim=1).isfinite(), torch.nan)
 
 
+def _cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> Tensor:
+    """The loss [R] of logits [R, C]."""
+    return F.cross_entropy(logits, classes, ignore_index=PADDING, reduction="none", label_smoothing=label_smoothing)
+
+
 def of_split(objective: Objective, targets: Tensor) -> Objective:
     """The objective with the figure of merit of a split that has the targets [n, ...]; only R² depends on them."""
     return objective.of_split(targets) if isinstance(objective, MeanSquaredError) else objective
+
+
+def of_measuring(objective: Objective) -> Objective:
+    """The objective by which networks are measured, without label smoothing: exp(loss) stays the perplexity."""
+    if isinstance(objective, WithMetric):
+        return replace(objective, objective=of_measuring(objective.objective))
+    if isinstance(objective, Classification | NextToken):
+        return replace(objective, label_smoothing=0.0)
+    return objective
 
 
 def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:

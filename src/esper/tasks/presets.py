@@ -59,6 +59,7 @@ MIXED_DIGITS = register_task(
         batches_per_step=8,
         instances=MIXED,
         best_schedule=SCHEDULES / "mixed_digits.json",
+        plans=SCHEDULES / "mixed_digits_plans.json",
     )
 )
 
@@ -87,6 +88,7 @@ MIXED_DIGITS_WIDE = register_task(
         description="mixed_digits with hosts twice as wide; does a controller transfer?",
         host=CNNHostSpec(in_channels=1, unshuffle=2, base=32, kernel=1, blocks=2, pools=1, classes=10),
         best_schedule=None,
+        plans=None,
     )
 )
 
@@ -99,6 +101,7 @@ MIXED_FASHION_MNIST = register_task(
         load=fashion_mnist.load_views,
         source=fashion_mnist.SOURCE,
         best_schedule=None,
+        plans=None,
         batch_val=500,
         instances=replace(MIXED, views=len(fashion_mnist.VIEWS)),
     )

@@ -42,6 +42,7 @@ class TaskSpec:
         optimizer: how hosts and seeds are trained.
         instances: what makes hosts differ in their data and learning rate; None for equal ones.
         best_schedule: a policy file of `esper search`, the constant schedule to beat; None if none was searched.
+        plans: a file of `esper search --portfolio`, the portfolios and halvings to beat; None if none was searched.
         min_training_epochs: M, epochs that a seed trains before its gate may open.
         target_loss, typical_loss_delta_std, rent_weight: constants of the loss reward, in the unit of the loss.
     """
@@ -64,6 +65,7 @@ class TaskSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     instances: InstanceDistribution | None = None
     best_schedule: Path | None = None
+    plans: Path | None = None
     target_loss: float = 0.3
     typical_loss_delta_std: float = 0.05
     rent_weight: float = 0.05
@@ -72,6 +74,7 @@ class TaskSpec:
         if (self.host is None) == (self.script is None) or (self.host is None) != (self.load is None):
             raise ConfigError(f"task {self.name!r} needs either a host and a loader, or a script.")
         check_fields(self, "task")
+        self.optimizer.require_length(self.episode_length)
         if self.host is not None:
             for name in ("batch_train", "batch_val"):
                 if getattr(self, name) < 1:

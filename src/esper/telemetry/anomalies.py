@@ -15,8 +15,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from esper.leyline.lifecycle import HEADS
-
 WINDOW = 10
 """Rounds whose mean is compared with that of the rounds before."""
 WARM_UP = 5
@@ -52,8 +50,8 @@ class Rule(NamedTuple):
 _SMALLER_STEPS = "Lower ppo.lr or ppo.update_epochs."
 _REPORT_BUG = "Resume from an earlier checkpoint; if it happens again, report it with this run directory."
 _ABOVE = {
-    "ratio_max": Rule(
-        1e6, "An update made an action a million times as probable: its stored probability was wrong.", _REPORT_BUG
+    "stored_log_prob_error": Rule(
+        0.01, "A stored log-probability is not that of the policy that acted, before any step was taken.", _REPORT_BUG
     ),
     "approx_kl": Rule(0.1, "An update moved the policy far from the one that acted (KL).", _SMALLER_STEPS),
     "hidden_rms": Rule(10.0, "The recurrent state is too large.", "Lower ppo.lr; look at the features."),
@@ -63,21 +61,21 @@ _ABOVE = {
     "nonfinite_logits": Rule(0.0, "The policy had logits that are not finite.", _REPORT_BUG),
 }
 _BELOW = {
-    "ratio_min": Rule(
-        1e-8, "An update made an action nearly impossible: its stored probability was wrong.", _REPORT_BUG, below=True
-    ),
     "explained_variance": Rule(
         -0.5, "The critic predicts returns worse than a constant.", "Lower ppo.lr, or raise ppo.vf_coef.", below=True
     ),
     "hidden_rms": Rule(1e-6, "The recurrent state is zero.", "Look for features that are all zero.", below=True),
     "cell_rms": Rule(1e-6, "The recurrent cell state is zero.", "Look for features that are all zero.", below=True),
     "grad_norm": Rule(1e-6, "The gradient of the policy vanished.", "Look for rewards that never change.", below=True),
-    **{
-        f"entropy_{head.name}": Rule(
-            head.alarm, f"The head {head.name} hardly explores any more.", "Raise ppo.ent_coef.", below=True
-        )
-        for head in HEADS
-    },
+    "entropy_op": Rule(
+        0.08, "The policy is nearly certain of every operation.", "Raise ppo.ent_coef or lower ppo.lr.", below=True
+    ),
+    "entropy_parameters": Rule(
+        0.05,
+        "The policy is nearly certain of slot, blueprint and all else that an operation is done with.",
+        "Raise ppo.ent_coef or lower ppo.lr.",
+        below=True,
+    ),
 }
 _OTHERS = {
     "gradient_always_clipped": Rule(
@@ -150,7 +148,11 @@ def rule_of(alarm: Alarm) -> Rule:
 
 
 def of_update(metrics: Mapping[str, float]) -> Iterator[Alarm]:
-    """Every metric of an update beyond its threshold. A policy that is meant to become certain need not explore."""
+    """Every metric of an update beyond its threshold. A policy that is meant to become certain need not explore.
+
+    A single head may be certain because it has learned what is best; all of them together are not, in a policy that
+    still learns.
+    """
     sharpened = metrics.get("inverse_temperature", 1.0) > 1.0
     for name, value in metrics.items():
         if sharpened and name.startswith("entropy_"):

@@ -42,7 +42,6 @@ _LEARNER = {
     "clip_fraction": ("clipped", ".3f"),
     "explained_variance": ("explained variance", ".2f"),
     "grad_norm": ("gradient norm", ".2f"),
-    "ratio_max": ("largest ratio", ".2f"),
     "return_mean": ("return", ".3f"),
 }
 
@@ -320,14 +319,24 @@ class PassProgress(_Display):
         if not self.is_live:
             self._console.say(f"esper: {what} ({self._whole + 1} of {self._total}, eta {self._eta()})")
 
-    def skip(self) -> None:
-        """A pass is not needed; it took no time."""
-        self._done, self._free = self._done + 1.0, self._free + 1.0
+    def more(self, passes: int) -> None:
+        """So many passes are needed besides those that were known."""
+        self._total += passes
+        self._bar.update(self._task, total=self._total)
+
+    def skip(self, passes: float = 1.0) -> None:
+        """So many passes are not needed; they took no time."""
+        self._done, self._free = self._done + passes, self._free + passes
 
     def advance(self, share: float = 1.0) -> None:
         """So much of a pass is done."""
         self._done += share
         self._say_when_due(lambda: f"{self._about()[0]}  eta {self._eta()}")
+
+    @property
+    def left(self) -> int:
+        """Passes that are known and not done."""
+        return self._total - self._whole
 
     @property
     def _whole(self) -> int:

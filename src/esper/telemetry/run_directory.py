@@ -121,7 +121,7 @@ class RunDirectory:
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise RunDirectoryError(
-                f"the run directory {path} cannot be created ({error.strerror}); name another {option('run_dir')}."
+                f"the run directory {path} cannot be created ({error.strerror}); name another {option('out')}."
             ) from error
         return _translated(path, cls, path, _RECORD_FILES)
 
@@ -264,10 +264,10 @@ def require_free(path: Path) -> None:
     if (path / CONFIG).is_file():
         raise RunDirectoryError(
             f"the run directory {path} exists already; continue it with {continuing(path)}, or name another "
-            f"{option('run_dir')}."
+            f"{option('out')}."
         )
     if path.exists() or path.is_symlink():
-        raise RunDirectoryError(f"{path} exists already; name a new folder with {option('run_dir')}.")
+        raise RunDirectoryError(f"{path} exists already; name a new folder with {option('out')}.")
 
 
 def is_run(path: Path) -> bool:

@@ -1,14 +1,16 @@
 """Builds an engine from a task."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from esper.kasmina.blueprints import registry
+from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
@@ -18,7 +20,6 @@ from esper.tolaria.engine_config import EngineConfig, chosen_amp
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.phases import PhaseForm, eager
 
 
 def _nothing() -> None:
@@ -38,16 +39,23 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
     prepare: Callable[[], None] = _nothing,
-    form: PhaseForm = eager,
+    lr_factors: Sequence[float] | None = None,
 ) -> VectorizedEngine:
     """An engine for N hosts of `task`, with its data set from `load_dataset`.
+
+    `lr_factors` [N] multiply the learning rates of each host and its seeds, besides the schedule and the factor of a
+    host's instance. They are not part of a checkpoint: whoever restores one builds the engine with the same.
 
     The engine's `config` names the executor, number of workers and precision in use; for scripted tasks the executor
     stays as configured. Worker processes call `prepare` first, to import the modules that register tasks and
     blueprints; it must be importable there.
+
+    Raises:
+        ConfigError: the executor, the schedule or `lr_factors` do not fit the task or the hosts.
     """
     config = replace(config, amp=chosen_amp(config.amp, device))
-    executor, config = _executor(config, task, dataset, device, prepare)
+    factors = None if lr_factors is None else _factors(lr_factors, config, task)
+    executor, config = _executor(config, task, dataset, device, prepare, factors)
     rules = config.lifecycle
     # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
@@ -66,7 +74,7 @@ def build_engine(
         host_offset=config.host_offset,
         device=device,
     )
-    return VectorizedEngine(config, executor, spec, on_step=on_step, form=form, properties=_properties(config, task))
+    return VectorizedEngine(config, executor, spec, on_step=on_step, properties=_properties(config, task))
 
 
 def _properties(config: EngineConfig, task: TaskSpec) -> Properties | None:
@@ -83,8 +91,25 @@ def _properties(config: EngineConfig, task: TaskSpec) -> Properties | None:
     return properties
 
 
+def _factors(given: Sequence[float], config: EngineConfig, task: TaskSpec) -> Tensor:
+    """Factors of the learning rates, float32 [N]."""
+    factors = torch.tensor(given, dtype=torch.float32)
+    if factors.shape != (config.num_envs,) or not bool((factors.isfinite() & (factors > 0.0)).all()):
+        raise ConfigError(
+            f"lr_factors are {list(given)}; expected {config.num_envs} finite numbers above 0, one for each host."
+        )
+    if task.script is not None:
+        raise ConfigError(f"task {task.name!r} is scripted and has no learning rate; leave lr_factors out.")
+    return factors
+
+
 def _executor(
-    config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device, prepare: Callable[[], None]
+    config: EngineConfig,
+    task: TaskSpec,
+    dataset: Dataset | None,
+    device: torch.device,
+    prepare: Callable[[], None],
+    lr_factors: Tensor | None,
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names it."""
     if task.script is not None:
@@ -99,19 +124,24 @@ def _executor(
         return scripted, replace(config, workers=1)
     assert dataset is not None
     workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
-    executor, taken = network_executor(replace(config, workers=workers), task, dataset, device)
+    executor, taken = network_executor(replace(config, workers=workers), task, dataset, device, lr_factors)
     for index, reason in executor.population.left_out.items():
         name = registry.blueprint_at(index, task.family).name
         warnings.warn(f"blueprint {name!r} is not grown in this run, because it does not fit {reason}", stacklevel=2)
     if taken == "native" and not executor.refused:
         return executor, replace(config, executor=taken, workers=workers)  # as threads
     if workers > 1:
-        return _sharded(replace(config, executor=taken), task, dataset, workers, prepare)
+        return _sharded(replace(config, executor=taken), task, dataset, workers, prepare, lr_factors)
     return executor, replace(config, executor=taken, workers=1)
 
 
 def _sharded(
-    config: EngineConfig, task: TaskSpec, dataset: Dataset, workers: int, prepare: Callable[[], None]
+    config: EngineConfig,
+    task: TaskSpec,
+    dataset: Dataset,
+    workers: int,
+    prepare: Callable[[], None],
+    lr_factors: Tensor | None,
 ) -> tuple[Executor, EngineConfig]:
     """The hosts shared by this process and `workers - 1` others, each with as many threads as this one."""
     from esper.tolaria.executors.sharded import ShardedExecutor, ShardRunner, bounds, shard_of
@@ -120,7 +150,11 @@ def _sharded(
     configs = [
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
     ]
-    own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
-    shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
+    of_parts = [None if lr_factors is None else lr_factors[begin:end].clone() for begin, end in parts]
+    own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"), of_parts[0])
+    shards = [
+        shard_of(replace(part, executor=taken), task, dataset, factors)
+        for part, factors in zip(configs[1:], of_parts[1:], strict=True)
+    ]
     executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
     return executor, replace(config, executor=taken, workers=workers)

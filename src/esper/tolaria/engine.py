@@ -27,8 +27,7 @@ from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.phases import PhaseForm, eager
-from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far, start_read
+from esper.tolaria.runtime import PendingRead, PhaseTimer, host_read, reads_so_far, start_read
 from esper.tolaria.state import (
     ParallelEnvState,
     RolloutCost,
@@ -43,6 +42,8 @@ from esper.tolaria.state import (
 )
 
 StepListener = Callable[[StepReport], None]
+Phase = Callable[..., Any]
+"""A function of `phases` that has its configuration, eager or compiled."""
 Properties = Callable[[int], Mapping[str, np.ndarray]]
 """Episode -> what is recorded of the instance of each host [N], by name."""
 
@@ -56,7 +57,6 @@ class VectorizedEngine:
         spec: the description of this engine for controllers.
         on_step: the first of `listeners`, which get the report of each step in order, when `apply_structure` has read
             it. Their exceptions are raised after the structure was applied, so that the engine can continue.
-        form: eager or compiled phases, see `phases`.
         properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
 
@@ -67,7 +67,6 @@ class VectorizedEngine:
         spec: EngineSpec,
         *,
         on_step: StepListener | None = None,
-        form: PhaseForm = eager,
         properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
@@ -83,10 +82,10 @@ class VectorizedEngine:
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
         self._pending: PendingRead | None = None
-        self._observe = form(partial(phases.observe, config=config))
-        self._execute = form(partial(phases.execute, costs=executor.costs, config=config))
-        self._end_step = form(partial(phases.end_step, config=config))
-        self._warmed_up = form is eager
+        self._observe: Phase = partial(phases.observe, config=config)
+        self._execute: Phase = partial(phases.execute, costs=executor.costs, config=config)
+        self._end_step: Phase = partial(phases.end_step, config=config)
+        self._warmed_up = True
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
     @property
@@ -107,7 +106,12 @@ class VectorizedEngine:
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
         if self.architectures:
-            self.start_with(self.architectures)
+            self.add_fossils(self.architectures)
+
+    def compile_phases(self, compiled: Callable[[Phase], Phase]) -> None:
+        """Take the compiled forms of the phases, which `warm_up` calls first."""
+        self._observe, self._execute, self._end_step = map(compiled, (self._observe, self._execute, self._end_step))
+        self._warmed_up = False
 
     def warm_up(self, num_terms: int) -> None:
         """Compile the phases once, for a reward of `num_terms` terms; `reset` calls this. May raise ConfigError."""
@@ -122,19 +126,22 @@ class VectorizedEngine:
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
-    def start_with(self, grown: Sequence[Architecture]) -> None:
-        """Give each host its structure, with fresh weights; between `reset` and the first step.
+    def add_fossils(self, grown: Sequence[Architecture]) -> None:
+        """Give each host permanent seeds with fresh weights in empty slots; between two steps.
 
         Raises:
-            ConfigError: the structures do not fit the hosts.
+            ConfigError: they do not fit the hosts, or a slot has a seed already.
         """
-        assert self.t == 0, "seeds are placed before the first step"
+        self.apply_structure()
         kinds = architecture_arrays(grown, self.spec)
         blueprint, algorithm = (torch.from_numpy(kind).to(self.spec.device) for kind in kinds)
+        (stage,) = host_read(self.state.slots.stage)
+        if ((kinds[0] >= 0) & (stage != SeedStage.DORMANT)).any():
+            raise ConfigError("an architecture names a slot that has a seed already; name empty slots.")
         slots, hosts = with_fossils(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
-        self._coalitions = self._enumerate(self._state, 1)
-        now = structure_now(0, self._state, self._coalitions)
+        self._coalitions = self._enumerate(self._state, self.t + 1)
+        now = structure_now(self.t, self._state, self._coalitions)
         all_hosts = np.ones(self.spec.num_envs, dtype=np.bool_)
         self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=all_hosts))
 
@@ -297,10 +304,9 @@ class VectorizedEngine:
         # clones: the executor keeps writing into its memory, and loading starts with a reset
         return {"place": self._place(), **{name: value.clone() for name, value in self._state_of_hosts().items()}}
 
-    def host_state(self, host: int) -> StateTree:
-        """The part of `state_dict` of the host in this row, which an engine of this host alone can load."""
-        rows = rows_of(self._state_of_hosts(), self.spec.num_envs, host, host + 1, "engine")
-        return {"place": self._place(), **rows}
+    def state_of(self, hosts: Sequence[int]) -> StateTree:
+        """The part of `state_dict` of the hosts in these rows, also repeated, which an engine of as many can load."""
+        return {"place": self._place(), **rows_of(self._state_of_hosts(), self.spec.num_envs, hosts, "engine")}
 
     def _place(self) -> Tensor:
         return torch.tensor([self.episode, self.t])

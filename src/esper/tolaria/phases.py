@@ -226,15 +226,6 @@ def end_step(
     return state, outputs
 
 
-PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Turns a phase into the function that a run calls: itself, or a compiled one."""
-
-
-def eager(phase: Callable[..., Any]) -> Callable[..., Any]:
-    """The phase itself."""
-    return phase
-
-
 def warm_up(
     observe: Callable[..., tuple[ObserveOutput, Measurements]],
     execute: Callable[..., ExecuteOutput],

@@ -59,22 +59,6 @@ def test_masks_keep_what_they_should(p):
     assert float(kept.mean(dim=0).std()) < 0.06  # no element is favoured: at most 0.05 among 100 rows
 
 
-def test_a_layer_that_drops_everything_gives_zero():
-    layer = Dropout(1.0, channels=False)
-    layer.draws = draws_of(0)
-    assert not layer(torch.ones(70, 1000)).any()
-
-
-def test_a_quarter_is_dropped_and_the_rest_is_a_third_larger():
-    layer = Dropout(0.25, channels=False)
-    layer.draws = draws_of(0, 1)
-    y = layer(torch.full((200, 4, 3, 3), 3.0))
-    assert sorted(y.unique().tolist()) == [0.0, 4.0]
-    assert abs(float((y == 0.0).float().mean()) - 0.25) < 0.02  # standard error 0.005
-    layer.eval()
-    assert layer(y) is y
-
-
 def test_layers_of_dropout_are_exchanged_wherever_they_are_and_channels_stay_whole():
     inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     module = with_keyed_dropout(nn.Sequential(inner, nn.Dropout2d(0.4), nn.ReLU()))
@@ -223,7 +207,11 @@ def test_attention_with_rare_options_is_left_as_it_is():
         assert type(layer) is nn.MultiheadAttention
 
 
-def test_a_network_with_dropout_in_its_attention_is_a_host():
-    tokens = torch.randint(0, 11, (8, 7))
-    spec = ModuleHostSpec.of(lambda: Encoder(dropout=0.1), ["embed"], tokens)
-    assert spec.num_params() == sum(p.numel() for p in Encoder().parameters())
+def test_a_quarter_is_dropped_and_the_rest_is_a_third_larger():
+    layer = Dropout(0.25, channels=False)
+    layer.draws = draws_of(0, 1)
+    y = layer(torch.full((200, 4, 3, 3), 3.0))
+    assert sorted(y.unique().tolist()) == [0.0, 4.0]
+    assert abs(float((y == 0.0).float().mean()) - 0.25) < 0.02  # standard error 0.005
+    layer.eval()
+    assert layer(y) is y

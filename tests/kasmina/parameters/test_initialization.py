@@ -94,11 +94,6 @@ def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_s
         assert not any(mask.any() for name, mask in masks.items() if name not in names)
 
 
-def test_a_module_without_normal_draws_has_no_mask_of_them():
-    builds = build_twice(lambda: nn.Linear(2, 2))
-    assert init_table(builds, parameter_layout(builds.module), {}).normal is None
-
-
 def test_a_word_becomes_a_weight_by_centre_plus_spread_times_two_u_minus_one():
     never = torch.zeros(3, dtype=torch.bool)
     table = InitTable(spread=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
@@ -120,16 +115,6 @@ def test_a_word_becomes_a_normal_weight_by_the_quantile_of_its_uniform_number():
     torch.testing.assert_close(fresh(table, words), expected, atol=1e-4, rtol=0)
 
 
-def test_normal_weights_have_their_moments_and_their_tails():
-    module, table = mixed_table()
-    rows = fresh_rows(table, 3, Stream.SEED_INIT, torch.arange(200), t=4, slot=2)
-    z = parameter_layout(module).unpack(rows)["words.weight"].flatten()  # 120,000 numbers
-    assert abs(float(z.mean())) < 0.012  # standard error 0.003
-    assert abs(float(z.var()) - 1.0) < 0.02
-    assert abs(float(z.pow(4).mean()) - 3.0) < 0.15
-    assert abs(float((z.abs() > 1.959964).float().mean()) - 0.05) < 0.003
-
-
 @pytest.mark.parametrize("at_once", [4, 100, 2400])
 def test_weights_drawn_in_pieces_are_those_drawn_at_once(monkeypatch, at_once):
     _, table = mixed_table()
@@ -138,19 +123,6 @@ def test_weights_drawn_in_pieces_are_those_drawn_at_once(monkeypatch, at_once):
     assert whole.shape[1] % 2400
     monkeypatch.setattr(initialization, "_WORDS_AT_ONCE", at_once)
     assert torch.equal(fresh_rows(table, **key), whole)
-
-
-def test_drawn_weights_fill_their_interval_evenly_and_padding_stays_zero():
-    module, table = mixed_table()
-    layout = parameter_layout(module)
-    rows = fresh_rows(table, 3, Stream.SEED_INIT, torch.arange(200), t=4, slot=2)
-    weight = layout.unpack(rows)["conv.weight"].flatten() * 6  # 200 * 216 numbers in [-1, 1)
-    assert weight.min() >= -1
-    assert weight.max() < 1
-    assert abs(float(weight.mean())) < 0.01  # standard error 0.003
-    assert abs(float(weight.var()) - 1 / 3) < 0.01
-    assert torch.equal(rows[:, layout.padding_mask], torch.zeros(200, int(layout.padding_mask.sum())))
-    assert torch.equal(layout.unpack(rows)["other"], torch.full((200, 3), 0.25))
 
 
 def test_the_weights_of_a_host_do_not_depend_on_the_others():

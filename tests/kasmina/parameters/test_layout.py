@@ -15,7 +15,6 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import (
     Template,
     as_buffers,
-    buffer_layout,
     check_shared,
     count_params,
     digest,
@@ -86,13 +85,6 @@ def test_a_layout_is_what_one_would_write_down_by_hand():
     assert layout.padding_mask.tolist() == [i == 3 for i in expected]
 
 
-def test_integer_buffers_are_constants_and_no_part_of_a_row():
-    layout = buffer_layout(Odd())
-    assert [s.name for s in layout.tensors] == ["seen"]
-    assert layout.total == 16
-    assert buffer_layout(nn.Linear(2, 2)).total == 0
-
-
 @settings(max_examples=30)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6), rows=st.integers(1, 3)
@@ -144,18 +136,6 @@ def test_gradients_arrive_in_the_preset_slab_and_in_no_other_row():
     assert gradients[1, template.parameters.padding_mask].count_nonzero() == 0
     for name, gradient in template.parameters.unpack(gradients).items():
         torch.testing.assert_close(gradient[1], host.get_parameter(name).grad)
-
-
-def test_a_second_backward_adds_to_the_slab():
-    template = Template(Odd())
-    gradients = torch.zeros(template.parameters.total)
-    row = torch.zeros(template.parameters.total).requires_grad_()
-    row.grad = gradients
-    for _ in range(2):
-        template.bind(row, torch.zeros(template.buffers.total))
-        template(torch.tensor(3.0)).backward()
-    assert float(gradients[0]) == 6.0
-    assert gradients[16:33].tolist() == [2.0] * 17
 
 
 def test_rebinding_switches_rows_completely():
@@ -250,10 +230,6 @@ class FrozenTable(nn.Module):
         super().__init__()
         self.embed, self.out = loaded(nn.Embedding(5, 3)), nn.Linear(3, 5)
         self.out.weight = self.embed.weight
-
-
-def test_a_tied_weight_is_one_kind_in_all_of_its_layers():
-    assert own(FrozenTable) == ("embed.weight", "out.weight")
 
 
 def test_frozen_parameters_become_buffers_and_tied_ones_count_once():

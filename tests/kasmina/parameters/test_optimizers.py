@@ -13,6 +13,7 @@ from esper.kasmina.parameters.optimizers import (
     clip_factor,
     host_decay_mask,
     init_state,
+    schedule_factor,
     step_rows,
 )
 from esper.leyline.errors import ConfigError
@@ -175,8 +176,56 @@ def test_sgd_decays_everything_and_adamw_matrices_alone():
         ({"betas": (0.9, 1.0)}, r"betas\[1\]"),
         ({"sgd_weight_decay": -1e-4}, "sgd_weight_decay"),
         ({"adamw_weight_decay": math.nan}, "adamw_weight_decay"),
+        ({"schedule": "cosin"}, "schedule is"),
+        ({"warmup": -1}, "warmup is -1"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         OptimizerSpec(**changes)
+
+
+def torch_scheduler(optimizer, spec, length):
+    """The schedulers of torch that `schedule_factor` names."""
+    rest, of = length - spec.warmup, torch.optim.lr_scheduler
+    falling = {
+        "constant": lambda: of.ConstantLR(optimizer, 1.0),
+        "cosine": lambda: of.CosineAnnealingLR(optimizer, T_max=rest),
+        "linear": lambda: of.LinearLR(optimizer, 1.0, 0.0, total_iters=rest),
+    }[spec.schedule]
+    if not spec.warmup:
+        return falling()
+    rising = of.LinearLR(optimizer, 1 / (spec.warmup + 1), total_iters=spec.warmup)
+    return of.SequentialLR(optimizer, [rising, falling()], milestones=[spec.warmup])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_the_factors_are_those_of_the_schedulers_of_torch(schedule, warmup):
+    spec, length = OptimizerSpec(schedule=schedule, warmup=warmup), 12
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, expected = torch_scheduler(optimizer, spec, length), []
+    for _ in range(length):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert [schedule_factor(spec, t, length) for t in range(1, length + 1)] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "factors"),
+    [
+        ("cosine", 0, [1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+        ("linear", 2, [1 / 3, 2 / 3, 1.0, 0.5]),
+        ("constant", 1, [0.5, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_factors_of_four_steps(schedule, warmup, factors):
+    spec = OptimizerSpec(schedule=schedule, warmup=warmup)
+    assert [schedule_factor(spec, t, 4) for t in (1, 2, 3, 4)] == pytest.approx(factors)
+
+
+def test_a_warmup_as_long_as_the_episode_is_refused():
+    OptimizerSpec(warmup=11).require_length(12)
+    with pytest.raises(ConfigError, match=r"warmup is 12, but an episode has 12 control steps.*at most 11"):
+        OptimizerSpec(warmup=12).require_length(12)

@@ -22,7 +22,7 @@ from esper.kasmina.rules.lifecycle import (
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.messages import HostState, Measurements, SeedCosts, SlotState
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 CPU = torch.device("cpu")
 HOST_PARAMS = 1000
@@ -238,13 +238,3 @@ def random_episode(
     for t in range(1, length + 1):
         driver.step(policy=script.act, panic=script.panic(t) if panics else None)
     return driver.steps
-
-
-def with_slot(slots: SlotState, slot: int, **fields: float) -> SlotState:
-    """`slots` with fields of one slot set, in every host."""
-    changes = {}
-    for name, value in fields.items():
-        changed = getattr(slots, name).clone()
-        changed[:, slot] = value
-        changes[name] = changed
-    return replace(slots, **changes)

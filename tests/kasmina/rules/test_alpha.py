@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from driver import Driver, action, actions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scalar_rules import share_of_ramp
 
 from esper.kasmina.rules import lifecycle
-from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.lifecycle import AlphaCurve, AlphaMode, LifecycleOp, Style
+from esper.leyline.lifecycle import AlphaCurve, AlphaMode
 from esper.leyline.tensor_dataclass import replace
 
 LINEAR, COSINE, SIGMOID = AlphaCurve.LINEAR, AlphaCurve.COSINE, AlphaCurve.SIGMOID
@@ -113,78 +110,9 @@ def test_a_ramp_is_monotone_lands_exactly_and_takes_exactly_its_ticks(rows):
     assert not torch.any(slots.alpha_mode)
 
 
-@pytest.mark.parametrize("k", [0.1, 1.0, 6.0, 12.0, 24.0, 200.0])
-def test_a_sigmoid_runs_from_0_to_1_as_worked_out_in_double_precision(k):
-    x = torch.linspace(0.0, 1.0, 41)
-    got = lifecycle.ramp(x, torch.full((41,), int(SIGMOID)), torch.full((41,), k))
-    want = torch.tensor([share_of_ramp(v, int(SIGMOID), k) for v in x.tolist()])
-    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
-    assert (got[0], got[-1]) == (0.0, 1.0)
-
-
 @pytest.mark.parametrize("k", [0.0, 0.05, -3.0])
 def test_a_sigmoid_is_never_flatter_than_steepness_one_tenth(k):
     x = torch.linspace(0.0, 1.0, 11)
     got = lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), k))
     torch.testing.assert_close(got, lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), 0.1)))
     torch.testing.assert_close(got, x, rtol=0.0, atol=1e-3)  # at k = 0.1 a sigmoid is a straight line to 1e-4
-
-
-def test_no_ticks_take_the_target_at_once_and_stay_in_hold():
-    slots = start_ramp([0.0, 1.0], [0.7, 0.5], [0, 0], [LINEAR, SIGMOID], [12.0, 6.0])
-    torch.testing.assert_close(slots.alpha[:, 0], torch.tensor([0.7, 0.5]), rtol=0.0, atol=0.0)
-    assert slots.alpha_mode[:, 0].tolist() == [0, 0]
-    assert slots.alpha_total[:, 0].tolist() == slots.alpha_done[:, 0].tolist() == [0, 0]
-
-
-def test_a_target_that_is_already_reached_stays_in_hold_without_ticks():
-    slots = start_ramp([0.5], [0.5], [5], [LINEAR], [12.0])
-    assert (slots.alpha.item(), slots.alpha_mode.item(), slots.alpha_total.item()) == (0.5, 0, 0)
-
-
-# -- steepness reaches every ramp -------------------------------------------------------------------------------------
-
-QUICK = LifecycleConfig(min_training_epochs=1, min_prune_age=0)
-GERMINATE = LifecycleOp.GERMINATE
-
-
-def alphas(steps, host, first, last):
-    """Alpha of one host's only slot after the steps `first` to `last`."""
-    return [step.after.alpha[host, 0].item() for step in steps[first - 1 : last]]
-
-
-def test_the_first_ramp_has_the_curve_of_the_style_and_the_ticks_of_the_tempo():
-    curves = {
-        Style.LINEAR_ADD: "linear",
-        Style.LINEAR_MULTIPLY: "linear",
-        Style.SIGMOID_ADD: "sigmoid 12",
-        Style.GATED_GATE: "linear",
-    }
-    cases = [(style, tempo) for style in Style for tempo in range(3)]
-    first = actions(*[action(GERMINATE, style=style, tempo=tempo) for style, tempo in cases])
-    steps = Driver(len(cases), 1, QUICK).run({1: first}, until=11)
-    for host, (style, tempo) in enumerate(cases):
-        # germinated in 1, BLENDING from the tick of 2, ticks in 3 .. 2 + ticks
-        ticks = (3, 5, 8)[tempo]
-        assert alphas(steps, host, 3, 2 + ticks) == pytest.approx(VECTORS[ticks][curves[style]], abs=0.51e-4)
-        stages = [step.after.stage[host, 0].item() for step in steps[1 : 2 + ticks]]
-        assert stages == [4] * ticks + [6]
-
-
-def test_later_ramps_have_the_curve_and_the_steepness_of_the_action():
-    # HOLDING from the tick of 5; the ramp's ticks are those of steps 6 .. 10
-    ends = {LifecycleOp.SET_ALPHA_TARGET: 0.5, LifecycleOp.PRUNE: 0.0}
-    cases = [(op, curve) for op in ends for curve in range(5)]
-    lower = actions(*[action(op, alpha_target=0, alpha_speed=2, alpha_curve=curve) for op, curve in cases])
-    steps = Driver(len(cases), 1, QUICK).run({1: action(GERMINATE, tempo=0), 6: lower}, until=10)
-    for host, (op, curve) in enumerate(cases):
-        want = [1.0 + (ends[op] - 1.0) * p for p in VECTORS[5][list(CURVES)[curve]]]
-        assert alphas(steps, host, 6, 10) == pytest.approx(want, abs=0.51e-4)
-
-
-def test_a_ramp_of_a_seed_that_blends_may_be_steep_too():
-    # target 0.5, reached in the tick of 5; in step 6 up to 1 in three ticks with k = 24
-    up = action(LifecycleOp.SET_ALPHA_TARGET, alpha_target=2, alpha_speed=1, alpha_curve=4)
-    steps = Driver(1, 1, QUICK).run({1: action(GERMINATE, tempo=0, alpha_target=0), 6: up}, until=8)
-    assert steps[5].slots.alpha.item() == 0.5
-    assert alphas(steps, 0, 6, 8) == pytest.approx([0.5 + 0.5 * p for p in VECTORS[3]["sigmoid 24"]], abs=0.51e-4)

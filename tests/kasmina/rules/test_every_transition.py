@@ -1,11 +1,11 @@
 """Every pair of stages, from every state that a slot could be brought into: what does not exist never happens."""
 
 import torch
-from driver import CPU, HOST_PARAMS, Driver, action, everybody, seed_costs
-from episodes import MANUAL, RULES
+from driver import CPU, HOST_PARAMS, action, everybody, seed_costs
+from episodes import RULES
 from test_lifecycle import PAIRS
 
-from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
+from esper.kasmina.rules.conditions import legal_ops
 from esper.kasmina.rules.lifecycle import apply_ops, memory_of, rollback, tick
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import LifecycleOp
@@ -14,8 +14,6 @@ from esper.leyline.tensor_dataclass import replace
 Op = LifecycleOp
 T = 20
 VALUES = range(11)
-STORED = (1, 2, 3, 4, 6, 7, 8, 9, 10)
-AGELESS = LifecycleConfig(min_training_epochs=1, min_prune_age=0)
 
 
 def every_state(stages=VALUES):
@@ -79,32 +77,3 @@ def test_of_all_eleven_times_eleven_pairs_only_those_of_the_table_come_from_ops_
     assert torch.equal(pruned, slots.stage != back.stage)
     assert found == PAIRS
     assert not {0, 5} & {stage for pair in found for stage in pair}
-
-
-def test_advance_alone_leads_a_seed_towards_holding_and_nowhere_else():
-    slots, hosts = every_state(STORED)
-    chosen = everybody(len(slots.stage), action(Op.ADVANCE))
-    active = torch.ones(len(slots.stage), dtype=torch.bool)
-    done, hosts, ops = apply_ops(slots, hosts, chosen, legal_ops(slots, MANUAL), active, T, seed_costs(1), MANUAL)
-    assert torch.equal(done.stage, slots.stage)
-    after, _, ticks = tick(done, hosts, ops, torch.zeros_like(slots.has_gate), MANUAL)
-    assert pairs_of(slots.stage[ticks.advanced], after.stage[ticks.advanced]) == {(2, 3), (3, 4), (4, 6)}
-    assert not (ticks.advanced & ~ops.requested).any()
-
-
-def test_an_op_on_a_ramp_that_runs_leaves_the_ramp_as_it_is():
-    # BLENDING from the tick of 2, ticks in 3 to 10; lowered and pruned in between, to no effect
-    plain = Driver(1, 1, AGELESS).run({1: action(Op.GERMINATE, tempo=2)}, until=10)
-    meddled = Driver(1, 1, AGELESS).run(
-        {
-            1: action(Op.GERMINATE, tempo=2),
-            5: action(Op.SET_ALPHA_TARGET, alpha_target=0, alpha_speed=1, alpha_curve=4),
-            6: action(Op.PRUNE, alpha_speed=0),
-            7: action(Op.PRUNE, alpha_speed=3),
-        },
-        until=10,
-    )
-    assert [step.success.item() for step in meddled[4:7]] == [False] * 3
-    assert [s.after.alpha.item() for s in meddled] == [s.after.alpha.item() for s in plain]
-    assert [s.after.alpha_steepness.item() for s in meddled] == [12.0] * 10
-    assert meddled[-1].after.alpha.item() == 1.0

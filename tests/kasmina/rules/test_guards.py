@@ -3,8 +3,6 @@
 import pytest
 import torch
 from driver import CPU
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
@@ -61,26 +59,6 @@ def test_legal_is_what_an_independent_scalar_function_says(config):
     assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
 
 
-configs = st.builds(
-    LifecycleConfig,
-    max_seeds=st.one_of(st.none(), st.integers(0, 5)),
-    sequential=st.booleans(),
-    min_prune_age=st.integers(0, 8),
-    auto_g1=st.booleans(),
-    auto_g2=st.booleans(),
-    auto_g3=st.booleans(),
-)
-slot_cells = st.tuples(st.sampled_from(STAGES), st.integers(0, 2), st.integers(0, 9))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 5).flatmap(lambda s: st.lists(slot_cells, min_size=s, max_size=s)), configs)
-def test_legal_of_any_host_under_any_switches_is_what_the_scalar_function_says(cells, config):
-    stage, mode, age = zip(*cells, strict=True)
-    slots = slots_of([stage], [mode], [age])
-    assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
-
-
 def legal_set(slots, config, slot=0):
     """Names of the ops that are legal on one slot of the first host."""
     return {op.name for op in Op if legal_ops(slots, config)[0, op, slot]}
@@ -104,46 +82,6 @@ def legal_set(slots, config, slot=0):
 )
 def test_a_single_slot_with_automatic_gates_may_do_what_its_stage_allows(stage, mode, expected):
     assert legal_set(slots_of([[stage]], [[mode]]), LifecycleConfig()) == expected
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode", "legal"), [(2, 0, True), (3, 0, True), (4, 0, True), (4, 1, True), (4, 2, False), (6, 0, False)]
-)
-def test_advance_is_legal_where_the_gate_is_manual_and_alpha_does_not_fall(stage, mode, legal):
-    manual = LifecycleConfig(auto_g1=False, auto_g2=False, auto_g3=False)
-    assert ("ADVANCE" in legal_set(slots_of([[stage]], [[mode]]), manual)) == legal
-
-
-@pytest.mark.parametrize("gate", [1, 2, 3])
-def test_advance_is_legal_only_for_the_gates_that_are_manual(gate):
-    config = LifecycleConfig(**{f"auto_g{gate}": False})
-    advancing = [stage for stage in STAGES if "ADVANCE" in legal_set(slots_of([[stage]]), config)]
-    assert advancing == [gate + 1]
-
-
-def test_prune_waits_for_the_age_limit():
-    slots = slots_of([[3], [3], [3]], age=[[4], [5], [6]])
-    assert legal_ops(slots, LifecycleConfig())[:, Op.PRUNE, 0].tolist() == [False, True, True]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_sequential_growth_is_blocked_by_young_and_cooling_slots_only(stage):
-    blocked = stage in (2, 3, 8, 9, 10)
-    slots = slots_of([[stage, 1]])
-    assert ("GERMINATE" in legal_set(slots, LifecycleConfig(), slot=1)) == (not blocked)
-    assert "GERMINATE" in legal_set(slots, LifecycleConfig(sequential=False), slot=1)
-
-
-def test_a_host_owns_at_most_max_seeds_live_seeds_fossils_included():
-    slots = slots_of([[7, 6, 1], [7, 8, 1], [4, 1, 1]])
-    two = LifecycleConfig(max_seeds=2, sequential=False)
-    assert legal_ops(slots, two)[:, Op.GERMINATE].tolist() == [
-        [False, False, False],
-        [False, False, True],
-        [False, True, True],
-    ]
-    unlimited = LifecycleConfig(max_seeds=0, sequential=False)
-    assert legal_ops(slots, unlimited)[:, Op.GERMINATE].any(dim=1).tolist() == [True, True, True]
 
 
 def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import HOST_PARAMS, Driver, action, actions, measured, random_episode, seed_costs
+from driver import HOST_PARAMS, Driver, action, measured, random_episode, seed_costs
 from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook
 from scalar_rules import new_host
 from scalar_step import cost_dict, measurement_dicts
@@ -99,19 +99,6 @@ def test_the_random_states_offer_every_op_both_legally_and_illegally(name):
         assert legal[:, :, op].all().item() == (op == Op.WAIT)
 
 
-def test_a_useless_seed_on_a_host_that_improves_is_held_but_never_pays():
-    def useless(t, slots):
-        return measured(t, slots, contribution=torch.where(slots.alpha > 0.0, 0.0, float("nan")))
-
-    strict = LifecycleConfig(gate_mode="strict", min_training_epochs=1, min_blending_epochs=1)
-    script = {1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE), 7: action(Op.FOSSILIZE)}
-    steps = Driver(1, 1, strict, useless).run(script, until=7)
-    assert steps[-1].slots.stage.item() == HOLDING
-    assert [step.success.item() for step in steps[5:]] == [False, False]
-    assert steps[-1].ticks.readings.failed_checks.item() == 256
-    assert steps[-1].slots.contribution.item() == 0.0
-
-
 def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
     strict = LifecycleConfig(gate_mode="strict", min_training_epochs=1, min_blending_epochs=1)
 
@@ -124,24 +111,6 @@ def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
         driver.run({1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE)}, until=6)
         assert driver.hosts.n_fossilized.tolist() == kept
         assert driver.hosts.n_contributing.tolist() == [1, 0, 0]
-
-
-def test_asking_a_seed_without_a_gate_network_for_a_gated_style_is_refused_and_changes_nothing():
-    # gated and not, HOLDING from the tick of 5; asked in 6 to stay at full weight, or to go down to half
-    born = actions(*(action(Op.GERMINATE, tempo=0, style=style) for style in (3, 0, 3, 0)))
-    asked = actions(*(action(Op.SET_ALPHA_TARGET, style=3, alpha_target=target) for target in (2, 2, 0, 0)))
-    for switched in (False, True):  # a gated seed may leave its gate and come back to it
-        driver = Driver(4, 1, LifecycleConfig(min_training_epochs=1))
-        script = {1: born, 7: asked}
-        if switched:
-            script[6] = action(Op.SET_ALPHA_TARGET, style=1)
-        *_, before, step = driver.run(script, until=7)
-        other = [2] * 4 if switched else [3, 1, 3, 1]
-        assert before.after.algorithm[:, 0].tolist() == other
-        assert step.after.algorithm[:, 0].tolist() == [3, other[1], 3, other[3]]
-        assert step.success.tolist() == [True, False, True, False]
-        assert step.effective.tolist() == [int(Op.SET_ALPHA_TARGET), 0] * 2
-        assert step.after.stage[:, 0].tolist() == [HOLDING, HOLDING, BLENDING, HOLDING]
 
 
 # -- the scalar twin --------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """What holds in every state of every episode: invariants, clocks and their only writer, purity."""
 
 import torch
-from driver import RandomScript
 from episodes import HOSTS, MANUAL, SLOTS, differing, episode, every_rulebook, execute, same
 from scalar_rules import BLENDING, DORMANT
 
-from esper.leyline.tensor_dataclass import named_tensors, row
+from esper.leyline.tensor_dataclass import named_tensors
 
 # -- invariants -------------------------------------------------------------------------------------------------------
 
@@ -72,10 +71,3 @@ def test_equal_calls_agree_and_change_nothing_that_they_were_given():
     for name, rec in given.items():
         for field, value in named_tensors(rec):
             assert same(value, before[name][field]), (name, field)
-
-
-def test_a_script_gives_every_host_the_same_draws_however_many_are_driven():
-    slots = episode("manual")[-1].after
-    seen = RandomScript(3, HOSTS, SLOTS).measure(4, slots)
-    part = RandomScript(3, HOSTS, SLOTS, slice(5, 6)).measure(4, row(slots, 5))
-    assert differing(row(seen, 5), part) == set()

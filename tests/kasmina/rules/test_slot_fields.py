@@ -9,7 +9,7 @@ from driver import CPU, HOST_PARAMS, random_episode
 from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
 
 from esper.kasmina.rules.conditions import LifecycleConfig
-from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, select, vacate
+from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, vacate
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.tensor_dataclass import replace
@@ -45,13 +45,6 @@ def test_new_slots_are_dormant_and_nothing_is_known_of_them():
         assert same(value, torch.full((2, 3), float(EMPTY_SLOT[name]))), name
 
 
-def test_integers_are_indices_flags_are_bool_and_measurements_are_float():
-    slots = empty_slots(1, 1, CPU)
-    kinds = {bool: torch.bool, int: torch.int64, float: torch.float32}
-    for name in FIELDS:
-        assert getattr(slots, name).dtype == kinds[type(EMPTY_SLOT[name])], name
-
-
 def test_new_hosts_know_nothing_but_the_size_of_their_network():
     hosts = new_hosts(3, HOST_PARAMS, CPU)
     assert hosts.host_params.tolist() == [HOST_PARAMS] * 3
@@ -71,18 +64,6 @@ def test_release_forgets_the_module_and_vacate_forgets_everything_where_the_mask
         want = torch.where(where, torch.tensor(EMPTY_SLOT[name], dtype=old.dtype), old) if name in emptied else old
         assert new.dtype == old.dtype, name
         assert same(new, want), name
-
-
-def test_select_replaces_the_named_fields_under_the_mask_only():
-    slots = full_slots()
-    where = every_other(slots)
-    per_host = torch.arange(slots.stage.shape[0], dtype=torch.float32)[:, None]
-    got = select(where, {"alpha": per_host, "age": 7, "has_gate": where}, slots)
-    assert same(got.alpha, torch.where(where, per_host, slots.alpha))
-    assert same(got.age, torch.where(where, 7, slots.age))
-    assert same(got.has_gate, where | slots.has_gate)
-    for name in set(FIELDS) - {"alpha", "age", "has_gate"}:
-        assert getattr(got, name) is getattr(slots, name)
 
 
 @pytest.mark.parametrize("stage", [0, 5, 11, -1])

@@ -4,11 +4,8 @@ e = step of the germination, M = epochs of training, tau = ticks of the first ra
 the measurements of step u are in; a transition "in the tick of u" is observed at u + 1.
 """
 
-import math
-
 import pytest
-import torch
-from driver import Driver, action, actions, gradients_seen
+from driver import Driver, action, actions
 
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.lifecycle import LifecycleOp
@@ -66,25 +63,6 @@ def test_every_event_of_an_automatic_life_has_its_step(rules, tempo, ticks, e):
     assert legal_in(steps, Op.PRUNE) == resting
 
 
-def test_with_ten_epochs_of_training_and_five_ticks_a_seed_born_in_1_is_held_in_17():
-    steps = Driver(1, 2).run({1: action(Op.GERMINATE, tempo=1, **LINEAR)}, until=17)
-    assert stages(steps) == [1] + [3] * 10 + [4] * 5 + [6]
-    assert alpha_ticks(steps) == [12, 13, 14, 15, 16]
-    assert legal_in(steps, Op.GERMINATE, slot=1, after=1)[0] == 12
-    assert legal_in(steps, Op.PRUNE) == [6, 7, 8, 9, 10, 11, 17]
-    assert legal_in(steps, Op.FOSSILIZE) == [17]
-    assert [step.t for step in steps if step.slots.contribution_step[0, 0] == step.t] == [13, 14, 15, 16, 17]
-
-
-def test_with_three_epochs_of_training_and_three_ticks_a_seed_born_in_1_is_held_in_8():
-    steps = Driver(1, 2, FAST).run({1: action(Op.GERMINATE, tempo=0, **LINEAR)}, until=9)
-    assert stages(steps) == [1, 3, 3, 3, 4, 4, 4, 6, 6]
-    assert alpha_ticks(steps) == [5, 6, 7]
-    assert legal_in(steps, Op.GERMINATE, slot=1, after=1)[0] == 5
-    assert legal_in(steps, Op.PRUNE) == [8, 9]  # in 6 and 7 old enough, but the ramp runs
-    assert legal_in(steps, Op.FOSSILIZE) == [8, 9]
-
-
 def test_stage_clock_age_and_alpha_are_observed_as_in_the_table():
     script = {1: action(Op.GERMINATE, tempo=1, **LINEAR), 17: action(Op.FOSSILIZE)}
     steps = Driver(1, 1).run(script, until=18)
@@ -102,21 +80,6 @@ def test_stage_clock_age_and_alpha_are_observed_as_in_the_table():
         got = (slots.stage.item(), slots.epochs_in_stage.item(), slots.age.item())
         assert got == (stage, epochs, age), u
         assert slots.alpha.item() == pytest.approx(alpha), u
-
-
-def test_the_accuracies_at_the_turning_points_are_those_of_their_steps():
-    # the accuracy of step t is 40 + t
-    script = {1: action(Op.GERMINATE, tempo=0), 8: action(Op.FOSSILIZE)}
-    steps = Driver(1, 1, FAST).run(script, until=9)
-    last = steps[-1].slots
-    assert last.acc_at_germination.item() == 41.0
-    assert last.acc_at_blending_start.item() == 44.0
-    # germination and TRAINING in 1, BLENDING in 4, HOLDING in 7, FOSSILIZED in 8
-    starts = [step.slots.acc_at_stage_start.item() for step in steps[1:]]
-    assert starts == [41.0, 41.0, 41.0, 44.0, 44.0, 44.0, 47.0, 48.0]
-    previous = [(step.slots.prev_stage.item(), step.slots.prev_epochs.item()) for step in steps[1:]]
-    # a previous stage is remembered with the clock last observed in it
-    assert previous == [(2, 0)] * 3 + [(3, 2)] * 3 + [(4, 2), (6, 0)]
 
 
 # -- manual gates -----------------------------------------------------------------------------------------------------
@@ -161,14 +124,6 @@ def test_an_advance_before_its_time_is_refused_and_costs_nothing():
     assert failed == [1, 1, 64, 64]
 
 
-def test_with_a_manual_third_gate_a_seed_may_be_pruned_or_retargeted_while_it_waits_at_full_alpha():
-    rules = LifecycleConfig(min_training_epochs=1, auto_g3=False)
-    steps = Driver(1, 1, rules).run({1: action(Op.GERMINATE, tempo=0)}, until=7)
-    # BLENDING from the tick of 2, ticks in 3, 4, 5
-    assert legal_in(steps, Op.PRUNE) == legal_in(steps, Op.SET_ALPHA_TARGET) == [6, 7]
-    assert legal_in(steps, Op.ADVANCE) == [3, 4, 5, 6, 7]
-
-
 # -- the way out ------------------------------------------------------------------------------------------------------
 
 
@@ -179,10 +134,6 @@ def test_with_a_manual_third_gate_a_seed_may_be_pruned_or_retargeted_while_it_wa
 )
 def test_after_an_immediate_prune_a_slot_is_germinable_seven_steps_later(t, rules):
     check_cooldown(t, rules, target=2)
-
-
-def test_a_seed_that_rests_half_blended_cools_down_alike():
-    check_cooldown(8, FAST, target=0)
 
 
 def check_cooldown(t, rules, target):
@@ -228,23 +179,6 @@ def test_a_scheduled_prune_ramps_for_its_ticks_and_is_germinable_seven_steps_aft
         assert counts == [0] * k + [1] * 2
 
 
-def test_while_alpha_falls_no_gradients_are_measured_and_the_parameters_are_still_counted():
-    script = {1: action(Op.GERMINATE, tempo=0), 8: action(Op.PRUNE, alpha_speed=2)}
-    steps = Driver(1, 1, FAST).run(script, until=14)
-    # frozen train passes are those of steps 9 .. 12; the seed is gone in the tick of 12
-    frozen = [step.t for step in steps if step.began.alpha_mode.item() == 2]
-    assert frozen == [9, 10, 11, 12]
-    assert all(math.isnan(steps[t - 1].slots.grad_health.item()) for t in frozen)
-    assert [step.slots.params.item() for step in steps[1:]] == [101] * 11 + [0, 0]
-
-
-def test_a_retargeted_seed_is_frozen_while_alpha_falls_and_trains_on_afterwards():
-    lower = action(Op.SET_ALPHA_TARGET, alpha_target=0, alpha_speed=1)
-    steps = Driver(1, 1, FAST).run({1: action(Op.GERMINATE, tempo=0), 8: lower}, until=13)
-    assert [step.t for step in steps if step.began.alpha_mode.item() == 2] == [9, 10]
-    assert [step.t for step in steps if step.t > 8 and gradients_seen(step.began).item()] == [11, 12, 13]
-
-
 # -- partial targets --------------------------------------------------------------------------------------------------
 
 
@@ -257,13 +191,6 @@ def test_a_seed_with_a_partial_target_is_held_only_after_it_was_raised_to_full()
     steps = Driver(1, 1, FAST).run({1: born, 11: raised}, until=14)
     assert alpha_ticks(steps) == [5, 6, 7, 11, 12, 13]
     assert tick_of(steps, 6) == [13]  # the tick that ends the ramp
-
-
-def test_an_instant_raise_to_full_is_held_in_the_tick_of_the_same_step():
-    born = action(Op.GERMINATE, tempo=0, alpha_target=1)
-    steps = Driver(1, 1, FAST).run({1: born, 11: action(Op.SET_ALPHA_TARGET, alpha_speed=0)}, until=12)
-    assert tick_of(steps, 6) == [11]
-    assert steps[-1].slots.alpha.item() == 1.0
 
 
 def test_lowering_a_held_seed_blends_it_again_from_full_alpha_in_the_same_step():
@@ -280,50 +207,3 @@ def test_lowering_a_held_seed_blends_it_again_from_full_alpha_in_the_same_step()
         assert path == pytest.approx([1.0 - 0.3 * min(j / ticks, 1.0) for j in range(1, 10)])
         assert stages(steps, host=host)[8:] == [4] * 8
         assert [step.after.alpha_mode[host].item() for step in steps[7:]] == [2] * (ticks - 1) + [0] * (10 - ticks)
-
-
-def test_full_target_on_a_held_seed_changes_the_algorithm_and_nothing_else():
-    script = {1: action(Op.GERMINATE, tempo=0), 8: action(Op.SET_ALPHA_TARGET, style=1, alpha_target=2, alpha_speed=3)}
-    steps = Driver(1, 1, FAST).run(script, until=9)
-    step = steps[7]
-    assert step.success.item()
-    changed = {
-        name
-        for name, value in vars(step.after).items()
-        if not torch.equal(value.nan_to_num(-7.0), getattr(step.slots, name).nan_to_num(-7.0))
-    }
-    assert changed == {"algorithm", "age", "epochs_in_stage"}
-    assert (step.slots.algorithm.item(), step.after.algorithm.item()) == (1, 2)
-
-
-# -- one after the other ----------------------------------------------------------------------------------------------
-
-
-def test_a_second_seed_gets_the_next_number_and_blending_seeds_do_not_block_it():
-    script = {1: action(Op.GERMINATE, tempo=2), 4: action(Op.GERMINATE, slot=1), 5: action(Op.GERMINATE, slot=1)}
-    steps = Driver(1, 2, FAST).run(script, until=6)
-    assert [step.success.item() for step in steps] == [True, True, True, False, True, True]
-    assert steps[-1].slots.serial.tolist() == [[0, 1]]
-    assert steps[-1].hosts.n_germinated.item() == 2
-    assert steps[-1].slots.age.tolist() == [[5, 1]]
-
-
-def test_a_seed_of_each_style_is_born_with_its_algorithm_curve_and_parameters():
-    styles = torch.tensor([action(Op.GERMINATE, slot=1, blueprint=4 + s, style=s, alpha_target=1) for s in range(4)])
-    born = Driver(4, 2).step(styles).after
-    assert born.algorithm[:, 1].tolist() == [1, 2, 1, 3]
-    assert born.germ_curve[:, 1].tolist() == born.alpha_curve[:, 1].tolist() == [1, 1, 3, 1]
-    assert born.has_gate[:, 1].tolist() == [False, False, False, True]
-    # slot 1: 200 + blueprint, the gate 14 more
-    assert born.params[:, 1].tolist() == [204, 205, 206, 207 + 14]
-    assert born.blueprint[:, 1].tolist() == [4, 5, 6, 7]
-    assert born.alpha_target[:, 1].tolist() == pytest.approx([0.7] * 4)
-    assert not born.alpha.any()
-
-
-def test_after_fossilization_a_host_may_not_operate_the_slot_any_more():
-    script = {1: action(Op.GERMINATE, tempo=0), 8: action(Op.FOSSILIZE)}
-    steps = Driver(1, 1, FAST).run(script, until=14)
-    assert stages(steps)[8:] == [7] * 6
-    assert all(not step.legal[0, 1:, 0].any() for step in steps[8:])
-    assert steps[-1].hosts.n_fossilized.item() == steps[-1].hosts.n_contributing.item() == 1

@@ -82,9 +82,10 @@ def test_the_worked_example_of_all_terms():
 def test_the_worked_example_of_ratios():
     found = ratio_statistics(four_steps(), clip=0.2)
     assert float(found.approx_kl) == pytest.approx(0.029658, abs=1e-5)
-    assert float(found.clip_fraction) == 0.75
-    assert float(found.ratio_max) == pytest.approx(1.491825, abs=1e-5)
-    assert float(found.ratio_min) == pytest.approx(0.606531, abs=1e-5)
+    # log-ratios of op and slot: 0.2 + 0.1, -0.2 - 0.3, 0.4 + 0; the forced step is no decision
+    assert float(found.clip_fraction) == 1.0
+    assert float(ratio_statistics(four_steps(), clip=0.45).clip_fraction) == pytest.approx(1 / 3)  # e^0.4 = 1.49
+    assert float(found.largest_change) == pytest.approx(0.4)
 
 
 def test_a_step_that_is_not_valid_changes_nothing():
@@ -93,8 +94,8 @@ def test_a_step_that_is_not_valid_changes_nothing():
     want, found = ppo_losses(x, weights()), ppo_losses(longer, weights())
     for name in ("policy", "value", "entropy", "floor", "total"):
         assert float(getattr(found, name)) == pytest.approx(float(getattr(want, name)), abs=1e-6), name
-    assert float(ratio_statistics(longer, 0.2).clip_fraction) == 0.75
-    assert float(ratio_statistics(longer, 0.2).ratio_max) == pytest.approx(1.491825, abs=1e-5)
+    assert float(ratio_statistics(longer, 0.2).clip_fraction) == 1.0
+    assert float(ratio_statistics(longer, 0.2).largest_change) == pytest.approx(0.4)
 
 
 def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
@@ -165,7 +166,16 @@ def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
     found = head_entropies(four_steps())
     assert float(found[0][OP]) == pytest.approx(0.6)
     assert float(found[0][SLOT]) == pytest.approx(0.85)
-    assert found[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 3]
+    assert found[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 3, 2]
+
+
+def test_what_an_operation_is_done_with_has_one_entropy_over_all_its_heads():
+    # slot 0.9 and 0.8, blueprint 0.2 in the first step alone: 1.9 / 3; op, and the forced step, are left out
+    entropy, causal = four_steps().entropy, four_steps().causal
+    entropy[0, :, Head.BLUEPRINT] = torch.tensor([0.2, 0.7, 0.7, 0.7])
+    causal[0, :, Head.BLUEPRINT] = torch.tensor([True, False, False, True])
+    mean, steps = head_entropies(four_steps(entropy=entropy, causal=causal))
+    assert (float(mean[-1]), float(steps[-1])) == (pytest.approx(1.9 / 3), 3.0)
 
 
 def test_a_head_with_one_value_has_no_entropy_to_report():

@@ -6,8 +6,6 @@ import functools
 import torch
 
 from esper.leyline.messages import HostState, RewardInputs, SlotState
-from esper.simic.rewards import REWARD_TERMS, RewardConfig, RewardOutput
-from reference.rewards.golden import outputs_of
 from reference.rewards.row import DeferredPool, HostRow, as_kind
 from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
@@ -34,11 +32,6 @@ def host_row(**values) -> HostRow:
     """A row from whole or real numbers."""
     kinds = {field.name: field.type for field in dataclasses.fields(HostRow)}
     return HostRow(**{name: as_kind(value, kinds[name]) for name, value in values.items()})
-
-
-def named(out: RewardOutput, row: int = 0) -> dict[str, float]:
-    """The terms of one row that are not zero."""
-    return {name: v for name, v in zip(REWARD_TERMS, out.breakdown[row].tolist(), strict=True) if v != 0}
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,11 +102,6 @@ def random_rows(count: int, key: int, *, legal: bool = False) -> tuple[HostRow, 
 def replace_rows(rows, **changes):
     """The same rows with some fields exchanged in all of them."""
     return [dataclasses.replace(row, **changes) for row in rows]
-
-
-def output_of(row: HostRow, mode: str = "shaped", **numbers) -> RewardOutput:
-    """The kernel on one row."""
-    return outputs_of([row], RewardConfig(mode=mode, **numbers))
 
 
 def empty_record(kind, *shape: int, dtype=torch.float64):

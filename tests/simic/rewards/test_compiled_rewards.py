@@ -9,18 +9,17 @@ import sys
 
 import pytest
 import torch
-from reward_toys import host_row, random_rows, replace_rows, seed
-from torch.utils._python_dispatch import TorchDispatchMode
+from reward_toys import random_rows, replace_rows
 
-from esper.leyline.lifecycle import LifecycleOp as Op
 from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.modes import KERNEL_MODES
+from esper.simic.rewards.reward import packed_weights
 from reference.rewards.golden import info_of, kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
-from reference.rewards.thresholds import near_threshold
 
+CPU = torch.device("cpu")
 OTHER_NUMBERS = RewardConfig(
     attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,
     rent_host_params_floor=1000.0, alpha_shock_coef=0.4, prune_good_seed_penalty=-0.5, free_slots=2,
@@ -60,12 +59,14 @@ def test_kernel_and_scalar_reference_agree_for_other_configurations(mode, number
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
-def test_float32_inputs_pay_the_same_to_five_digits(mode):
-    config = RewardConfig(mode=mode)
-    rows = [row for row in random_rows(1000, 3) if not near_threshold(row, config)]
-    single, double = outputs_of(rows, config, torch.float32), outputs_of(rows, config)
+def test_float32_inputs_are_paid_as_the_same_numbers_in_float64_are(mode):
+    rows, config = list(random_rows(1000, 3)), RewardConfig(mode=mode)
+    single = outputs_of(rows, config, torch.float32)
     assert single.total.dtype == single.breakdown.dtype == torch.float32
-    torch.testing.assert_close(single.total.double(), double.total, rtol=1e-5, atol=1e-5)
+    given = kernel_arguments(rows, torch.float32)
+    given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    double = compute_reward_batched(**given, config_weights=packed_weights(config, CPU), mode=mode)
+    assert torch.equal(single.total, double.total.float())
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
@@ -118,16 +119,6 @@ def fourteen_arguments(rows):
     return [given[name] for name in names]
 
 
-def test_the_first_fourteen_arguments_are_enough_for_shaped():
-    rows = [host_row(action=int(Op.WAIT), epoch=3, max_epochs=9, val_acc=50, seed_contribution=2, total_improvement=4,
-                     **seed(4, 3, 3, 10, 3))]  # fmt: skip
-    out = compute_reward_batched(*fourteen_arguments(rows), 3, 9, RewardConfig(mode="shaped").pack())
-    # attribution 2 * timing(0) = 0.8, potential 0.0834; without a gate signal no discount and no ratio penalty
-    assert dict(zip(REWARD_TERMS, out.breakdown[0].tolist(), strict=True)) == pytest.approx(
-        dict.fromkeys(REWARD_TERMS, 0.0) | {"attribution": 0.8, "potential": 0.0834}
-    )
-
-
 def test_missing_arguments_mean_missing_in_every_row():
     rows = replace_rows(
         random_rows(200, 8), counterfactual_improvement=math.nan, stage_improvement=math.nan,
@@ -145,50 +136,11 @@ def test_missing_arguments_mean_missing_in_every_row():
         torch.testing.assert_close(short.breakdown, long.breakdown, rtol=0, atol=0)
 
 
-def test_suspicions_are_flagged_and_never_paid():
-    toxic = host_row(action=0, epoch=20, max_epochs=60, val_acc=60, seed_contribution=4, total_improvement=5,
-                     counterfactual_improvement=-1, **seed(6, 1, 4, 5, 18))  # fmt: skip
-    leaning = dataclasses.replace(toxic, seed_contribution=6.0, counterfactual_improvement=0.8)
-    honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
-    out = outputs_of([toxic, leaning, honest], RewardConfig(mode="shaped"))
-    assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
-
-
-class NoHostRead(TorchDispatchMode):
-    """Fails when a value is brought to the host, or a shape depends on one."""
-
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in self.FORBIDDEN, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", KERNEL_MODES)
-def test_the_kernel_never_reads_a_value_back(mode):
-    config = RewardConfig(mode=mode)
-    weights = config.loss.pack() if mode == "loss" else config.pack()
-    given = kernel_arguments(list(random_rows(16, 10)))
-    with NoHostRead():
-        compute_reward_batched(**given, config_weights=weights, mode=mode)
-
-
-@pytest.mark.parametrize("mode", KERNEL_MODES)
-def test_weights_may_be_float32(mode):
-    config = RewardConfig(mode=mode)
-    weights = config.loss.pack() if mode == "loss" else config.pack()
-    given = kernel_arguments(list(random_rows(16, 12)))
-    found = compute_reward_batched(**given, config_weights=weights.float(), mode=mode)
-    rounded = compute_reward_batched(**given, config_weights=weights.float().double(), mode=mode)
-    for got, want in zip(found, rounded, strict=True):
-        assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
-
-
 TRACED = """
 import torch
 from esper.simic.rewards import compute_reward_batched
 from esper.simic.rewards.modes import KERNEL_MODES
+from esper.simic.rewards.reward import packed_weights
 from esper.simic.rewards.reward_config import RewardConfig
 from reference.rewards.golden import kernel_arguments
 from reward_toys import random_rows
@@ -196,7 +148,7 @@ from reward_toys import random_rows
 given = kernel_arguments(list(random_rows(16, 12)))
 for mode in KERNEL_MODES:
     config = RewardConfig(mode=mode)
-    weights = config.loss.pack() if mode == "loss" else config.pack()
+    weights = packed_weights(config, torch.device("cpu"))
     torch._dynamo.reset()  # no graph of another mode counts as a recompilation
     whole = torch.compile(compute_reward_batched, fullgraph=True, backend="eager")
     eager = compute_reward_batched(**given, config_weights=weights, mode=mode)
@@ -221,7 +173,7 @@ def test_torch_compile_traces_the_kernel_as_one_graph():
 @pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_the_kernel_compiles_to_one_graph_with_the_same_answer(mode):
     config = RewardConfig(mode=mode)
-    weights = config.loss.pack() if mode == "loss" else config.pack()
+    weights = packed_weights(config, CPU)
     given = kernel_arguments(list(random_rows(64, 11)))
     whole, before = compiled_reward(compute_reward_batched), graphs_compiled()
     eager = compute_reward_batched(**given, config_weights=weights, mode=mode)

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from esper.leyline.errors import DataError
 from reference.rewards.golden import batched_rewards, check_golden, error_of, load_golden
-from reference.rewards.thresholds import near_threshold
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODES = ("shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "simplified", "loss")
@@ -21,17 +19,6 @@ def test_recorded_rewards_are_paid_by_kernel_and_scalar_reference(mode):
     assert report.cases >= 40
     assert report.scalar <= 1e-6
     assert report.batched <= 1e-6
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_float32_measurements_are_paid_to_float32_accuracy_away_from_thresholds(mode):
-    cases = load_golden(GOLDEN / f"reward_{mode}.json")
-    compared = 0
-    for case, got in zip(cases, batched_rewards(cases, torch.float32), strict=True):
-        if not near_threshold(case.row, case.config):
-            compared += 1
-            assert got.total == pytest.approx(case.reward, rel=1e-5, abs=1e-5)
-    assert compared > len(cases) / 2
 
 
 def test_a_changed_recording_is_noticed():

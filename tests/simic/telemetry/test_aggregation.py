@@ -29,12 +29,12 @@ def test_a_head_is_weighed_by_the_steps_that_used_it():
 
 def test_extremes_sums_last_and_any():
     rows = [
-        row(ratio_max=3.0, ratio_min=0.5, nonfinite_minibatches=1, approx_kl=0.1, stopped_early=0),
-        row(ratio_max=2.0, ratio_min=0.75, nonfinite_minibatches=1, approx_kl=0.2, stopped_early=1),
-        row(ratio_max=1.0, stopped_early=0),
+        row(epochs_done=3.0, nonfinite_minibatches=1, approx_kl=0.1, stopped_early=0),
+        row(epochs_done=2.0, nonfinite_minibatches=1, approx_kl=0.2, stopped_early=1),
+        row(epochs_done=1.0, stopped_early=0),
     ]
     found = aggregate_ppo_metrics(rows)
-    assert (found["ratio_max"], found["ratio_min"], found["nonfinite_minibatches"]) == (3.0, 0.5, 2.0)
+    assert (found["epochs_done"], found["nonfinite_minibatches"]) == (3.0, 2.0)
     assert found["approx_kl"] == pytest.approx(0.2)
     assert found["stopped_early"] == 1.0
 

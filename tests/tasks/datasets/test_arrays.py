@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets import Dataset, arrays
+from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.arrays import from_arrays, stored
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import Classification, MeanSquaredError, NextToken
@@ -26,14 +26,6 @@ def examples(count: int, first: int = 0) -> tuple[Tensor, Tensor]:
 def load(train: object = None, val: object = None, test: object = None, **changes: object) -> Dataset:
     given = {"objective": THREE, "run_seed": 0, **changes}
     return from_arrays("mine", examples(30) if train is None else train, val, test, **given)
-
-
-def test_three_given_splits_are_taken_as_they_are():
-    data = load(examples(30), examples(6, 30), examples(3, 36))
-    assert [len(data.split(name)) for name in ("train", "val", "test")] == [30, 6, 3]
-    assert data.val.x[:, 0].tolist() == [30, 31, 32, 33, 34, 35]
-    assert data.num_classes == 3
-    assert "split_seed" not in data.identity
 
 
 def test_what_is_left_out_is_split_off_by_class_and_disjoint():
@@ -151,20 +143,6 @@ BAD = [
 def test_bad_data_are_refused_with_the_field_and_what_was_found(train, changes, said):
     with pytest.raises(DataError, match=said):
         load(train, **changes)
-
-
-def test_a_stream_of_examples_is_refused():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-    class StreamWithLength(Stream):
-        def __len__(self):
-            return 3
-
-    for stream in (Stream(), StreamWithLength()):
-        with pytest.raises(DataError, match=r"mine.train is a Stream.*, expected .* with __len__ and __getitem__"):
-            arrays._stacked("mine.train", stream)
 
 
 def test_a_data_set_is_read_once_in_order_and_its_first_examples_again_to_compare_them():

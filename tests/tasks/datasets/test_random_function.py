@@ -53,14 +53,6 @@ def test_a_host_sees_the_same_alone_and_among_others_in_any_order():
             assert torch.equal(alone[0], other[(host + 1) % 3])
 
 
-def test_hosts_steps_and_batches_draw_different_numbers():
-    def shift(x: Tensor) -> Tensor:
-        return torch.zeros_like(x) + torch.rand(())
-
-    drawn = [float(x[n, 0, 0]) for t in (1, 2) for x in batches_of([0, 1], t=t, function=shift) for n in range(2)]
-    assert len(set(drawn)) == 2 * 3 * 2
-
-
 def test_data_and_global_generators_stay_as_they_were():
     data, states = numbered(noisy), generator_states()
     before = data.train.x.clone()

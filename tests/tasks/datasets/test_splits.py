@@ -12,10 +12,6 @@ def test_largest_remainder_gives_the_left_over_seats_to_the_largest_fractions():
     assert largest_remainder(10, (47, 16, 16, 21)) == (5, 2, 1, 2)
 
 
-def test_equal_fractions_are_served_in_order():
-    assert largest_remainder(2, (5, 5, 5)) == (1, 1, 0)
-
-
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.data())
 @settings(max_examples=60, deadline=None)
 def test_shares_add_up_and_differ_by_less_than_one_from_the_exact_share(weights, data):

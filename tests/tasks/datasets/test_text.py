@@ -14,7 +14,6 @@ from hypothesis import given, settings
 
 from esper.leyline.errors import DataError
 from esper.tasks.datasets.text import (
-    SHAKESPEARE,
     STORIES,
     ByteTokenizer,
     Shakespeare,
@@ -23,7 +22,7 @@ from esper.tasks.datasets.text import (
     read_tokenizer,
     windows,
 )
-from esper.tasks.losses import PADDING, NextToken
+from esper.tasks.losses import PADDING
 
 INT16 = np.dtype(np.int16)
 
@@ -82,31 +81,12 @@ def test_a_part_of_the_validation_windows_is_spread_over_all_and_named_in_the_id
     assert len(Shakespeare(context=10, val_windows=50)(folder, 0).val) == 8
 
 
-@pytest.mark.parametrize("name", ["text/tinyshakespeare.txt", "tinyshakespeare.txt", "tinyshakespeare/input.txt"])
-def test_the_text_is_found_under_its_usual_names(tmp_path, name):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(b"text")
-    assert SHAKESPEARE.find(tmp_path) == (tmp_path / name,)
-
-
-def test_a_missing_text_is_named_with_all_its_places(tmp_path):
-    places = "text/tinyshakespeare.txt or tinyshakespeare.txt or tinyshakespeare/input.txt"
-    with pytest.raises(DataError, match=f"found no .*text/tinyshakespeare.txt; expected {places}"):
-        Shakespeare(context=8)(tmp_path, 0)
-
-
 def test_a_text_shorter_than_the_context_is_refused(tmp_path):
     write_shakespeare(tmp_path, bytes(100))
     assert Shakespeare(context=8)(tmp_path, 0).identity["sizes"] == (10, 1, 1)  # 81, 9 and 10 bytes
     with pytest.raises(DataError, match=r"tinyshakespeare.txt: found 100 bytes, of which 9 are the validation part, "
                                         r"expected at least 10"):  # fmt: skip
         Shakespeare(context=9)(tmp_path, 0)
-
-
-def test_another_text_of_the_same_length_is_another_data_set(tmp_path):
-    first = Shakespeare(context=4)(write_shakespeare(tmp_path, b"a" * 100), 0).identity
-    assert first == Shakespeare(context=4)(tmp_path, 7).identity  # there is nothing random in its split
-    assert first != Shakespeare(context=4)(write_shakespeare(tmp_path, b"b" * 100), 0).identity
 
 
 STORY = "story {:03d}."
@@ -134,28 +114,10 @@ def test_stories_are_split_whole_and_the_unfinished_last_one_is_dropped(tmp_path
     assert data.train.y[0, FIRST - 1 :].tolist() == [256, *[PADDING] * (16 - FIRST)]
 
 
-def test_the_split_of_stories_is_a_function_of_the_run_seed(tmp_path):
-    write_stories(tmp_path, 120)
-    first, again, other = (Stories(context=16)(tmp_path, seed) for seed in (1, 1, 2))
-    assert torch.equal(first.test.x, again.test.x)
-    assert first.identity == again.identity
-    assert stories_of(first.test.x) != stories_of(other.test.x)
-    assert first.identity != other.identity
-
-
 @pytest.mark.parametrize(("count", "tail"), [(11, ""), (0, "no separator at all")])
 def test_a_file_with_too_few_stories_is_refused(tmp_path, count, tail):
     with pytest.raises(DataError, match=rf"TinyStories-train.txt: found {count} stories, expected at least 12"):
         Stories(context=8)(write_stories(tmp_path, count, tail), 0)
-
-
-def test_small_integers_give_the_loss_of_large_ones(tmp_path):
-    data = Stories(context=16)(write_stories(tmp_path, 12), 0)
-    logits = torch.randn(len(data.train), 16, 257, generator=torch.Generator().manual_seed(1))
-    small, large = (NextToken(257).scores(logits, y) for y in (data.train.y, data.train.y.long()))
-    assert data.train.y.dtype == torch.int16
-    assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
-    assert small.weight.tolist() == [float(FIRST)] * len(data.train)
 
 
 @pytest.mark.skipif("ESPER_DATA" not in os.environ, reason="ESPER_DATA does not name a folder with the data sets")
@@ -221,11 +183,6 @@ def write_tokenizer(folder: Path, end: str = "<|endoftext|>", number: int = 9) -
     return path
 
 
-def test_bytes_need_no_library():
-    (found,) = ByteTokenizer().encode(["é!".encode()])
-    assert found.tolist() == [0xC3, 0xA9, 33]
-
-
 @pytest.mark.usefixtures("_library")
 def test_words_become_the_numbers_of_the_file(tmp_path):
     tokenizer = read_tokenizer(write_tokenizer(tmp_path))
@@ -272,14 +229,6 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
         read_tokenizer(path)
     with pytest.raises(DataError, match=r"nowhere.json: cannot be read \(No such file or directory\)"):
         read_tokenizer(tmp_path / "nowhere.json")
-
-
-@pytest.mark.usefixtures("_library")
-def test_a_tokenizer_that_changed_after_it_was_named_is_refused(tmp_path):
-    tokenizer = read_tokenizer(write_tokenizer(tmp_path))
-    write_tokenizer(tmp_path, number=12)
-    with pytest.raises(DataError, match="changed since it was named"):
-        list(tokenizer.encode([b"once"]))
 
 
 def test_without_the_library_the_way_to_it_is_named(tmp_path, monkeypatch):

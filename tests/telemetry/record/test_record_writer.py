@@ -91,9 +91,3 @@ def test_the_first_steps_of_a_round_must_be_there_to_continue_it(run: RunDirecto
     part.unlink()
     with pytest.raises(RunDirectoryError, match="is missing"):
         require_begun_round(run.path, 1, 3)
-
-
-def test_only_parts_have_a_round() -> None:
-    names = {"steps-1000000.parquet": 1000000, "secrets-000001.parquet": 0, ".steps-000001.parquet.draft-1": 0,
-             "steps-x.parquet": 0, "about.json": 0}  # fmt: skip
-    assert {name: number_of(Path(name)) for name in names} == names

@@ -66,17 +66,6 @@ def test_every_section_is_drawn_and_fits_the_width(tab: Any) -> None:
     assert HOSTILE in tab.inner_text("h1")
 
 
-def test_the_host_is_chosen_with_the_keyboard(tab: Any) -> None:
-    line = tab.locator("#hosts p strong")
-    before = line.inner_text()
-    button = tab.get_by_role("button", name="next", exact=True)
-    button.focus()
-    tab.keyboard.press("Enter")
-    assert line.inner_text() != before
-    tab.keyboard.press("Enter")
-    assert line.inner_text() == before  # there are two
-
-
 def test_a_chart_opens_its_data(tab: Any) -> None:
     button = tab.get_by_role("button", name="Data of 100·J")
     button.focus()
@@ -96,10 +85,6 @@ def test_a_chart_saves_its_data_as_csv(tab: Any, tmp_path: Path) -> None:
     ]
 
 
-def ticks(tab: Any) -> list[str]:
-    return tab.locator("#curves .chart").first.locator("[aria-label='x-axis tick label'] text").all_text_contents()
-
-
 def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -> None:
     chart = tab.locator("#curves .chart").first
     chart.scroll_into_view_if_needed()
@@ -117,16 +102,3 @@ def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -
     assert float(field.input_value()) == 1.0
     tab.wait_for_selector("#curves .chart svg")
     assert ticks(tab) == ["1", "2"]
-
-
-def test_the_curves_can_be_drawn_over_env_steps(tab: Any) -> None:
-    tab.locator("#curves select").nth(1).select_option("env-steps")
-    tab.wait_for_selector("#curves .chart svg")
-    assert tab.get_by_label("to", exact=True).input_value() == "16"  # two rounds of two hosts and four steps
-    field = tab.get_by_label("from", exact=True)
-    field.fill("10")
-    field.press("Enter")
-    tab.wait_for_selector("#curves .chart svg")
-    assert (ticks(tab)[0], ticks(tab)[-1]) == ("10", "16")
-    tab.get_by_role("button", name="all", exact=True).click()
-    assert field.input_value() == "8"

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from esper.telemetry.report.payloads import LONGEST_PHASE, PAYLOADS, POINTS, Rounds, payload, rounds_of, segments
+from esper.telemetry.report.payloads import PAYLOADS, POINTS, payload, rounds_of, segments
 from toy_record import ToyRecord, full_record
 
 
@@ -30,17 +30,6 @@ def test_curves_hold_the_mean_and_the_quartiles_of_the_hosts():
     assert (found["objective"], found["objective_low"], found["objective_high"]) == ([25.0], [7.5], [32.5])
 
 
-def test_curves_come_with_the_time_that_has_passed_the_speed_and_the_memory():
-    record = ToyRecord()
-    record.add_run(rounds=2)  # of 2 s each
-    record.add("episodes", *({"round": r, "host": 0, "objective": 1.0} for r in (1, 2, 3)))
-    record.database.execute("update rounds set update_seconds = 0.5, env_steps_per_s = 7, memory_peak = 2147483648 "
-                            "where round = 2")  # fmt: skip
-    found = payload(record, "curves")["a"]
-    assert found["seconds"] == [2.0, 4.5, None]  # the third round is not in the metrics yet
-    assert (found["env_steps_per_s"], found["memory"]) == ([None, 7.0, None], [None, 2.0, None])
-
-
 def test_long_curves_are_averaged_over_neighbouring_rounds():
     record = ToyRecord()
     record.add("runs", {"num_envs": 1})
@@ -51,10 +40,6 @@ def test_long_curves_are_averaged_over_neighbouring_rounds():
     found = payload(record, "curves")["a"]
     assert len(found["round"]) == -(-rounds // 3) <= POINTS
     assert (found["round"][0], found["objective"][0]) == (3, 2.0)  # rounds 1, 2, 3
-
-
-def test_the_parts_of_a_run_that_are_compared_are_quarters_of_at_most_a_hundred_rounds():
-    assert [Rounds(last, 0, 1, 1).quarter for last in (1, 12, 4000)] == [1, 3, LONGEST_PHASE]
 
 
 def test_the_best_round_is_the_one_with_the_highest_objective():
@@ -126,14 +111,6 @@ def test_each_task_has_the_newest_evaluation_of_a_run_and_names_the_older_ones(t
     assert cifar["sources"][0]["older"] == []
 
 
-def test_means_of_an_evaluation_without_hosts_are_shown_without_interval():
-    record = ToyRecord()
-    record.add_run()
-    record.add("evaluations", {"controller": "trained", "objective": 3.0, "training_flops": 7.0})
-    (row,) = payload(record, "evaluation")[0]["rows"]
-    assert (row["objective"], row["objective_half"], row["training_flops"], row["hosts"]) == (3.0, None, 7.0, 0)
-
-
 def test_a_stretch_ends_where_the_stage_or_the_seed_changes_or_a_step_is_missing():
     rows = [{"slot": slot, "t": t, "stage": stage, "blueprint": "norm", "alpha": alpha} for slot, t, stage, alpha in
             (("s0", 1, "TRAINING", 0.0), ("s0", 2, "BLENDING", 0.5), ("s0", 3, "BLENDING", 1.0),
@@ -173,11 +150,6 @@ def test_operations_are_counted_by_step_seed_and_accuracy(record):
     assert {(r["quarter"], r["times"]) for r in last["accuracy"] if r["op"] == "wait"} == {(1, 2), (2, 2)}
 
 
-def test_stages_that_were_not_recorded_are_unknown_and_not_absent(record):
-    record.database.execute("delete from slots")
-    assert "stage" not in payload(record, "behaviour")["a"]["phases"]["last"]
-
-
 def test_reward_terms_are_sums_of_an_episode_and_means_of_a_step_per_host(record):
     found = payload(record, "rewards")["a"]
     # four steps of 0.5 and -0.25 in each host
@@ -187,39 +159,12 @@ def test_reward_terms_are_sums_of_an_episode_and_means_of_a_step_per_host(record
     assert found["since"] == 2
 
 
-def test_an_unfinished_round_is_no_point_of_the_reward(record):
-    record.add("rewards", {"round": 3, "t": 1, "host": 0, "term": "potential", "value": 9.0})
-    assert {row["round"] for row in payload(record, "rewards")["a"]["rounds"]} == {1, 2}
-
-
 def test_blueprints_are_ranked_by_what_was_fossilized(record):
     record.add("seeds", {"round": 2, "host": 1, "slot": "s1", "blueprint": "conv", "germinated_t": 1, "pruned_t": 4})
     norm, conv = payload(record, "seeds")["a"]["last"]
     assert (norm["blueprint"], norm["germinated"], norm["fossilized"]) == ("norm", 2, 2)
     assert (norm["contribution"], norm["age"]) == (5.0, 2.0)
     assert (conv["blueprint"], conv["fossilized"], conv["pruned"], conv["contribution"]) == ("conv", 0, 1, None)
-
-
-def test_charts_of_ppo_have_the_thresholds_of_alarms_and_the_settings(record):
-    found = payload(record, "ppo")
-    assert found["runs"]["a"] == {"round": [1, 2], "approx_kl": [0.01, 0.01]}
-    kl = {limit["label"]: limit["value"] for limit in found["thresholds"] if limit["column"] == "approx_kl"}
-    assert kl == {"alarm above 0.1": 0.1, "target 0.015": 0.015}
-
-
-def test_rising_j_is_listed_but_is_no_finding(record):
-    record.add("anomalies", {"round": 2, "t": 4, "kind": "objective_rises", "message": "100·J rose."})
-    found = payload(record, "anomalies")
-    assert [kind["kind"] for kind in found["kinds"]] == ["approx_kl"]
-    assert {row["kind"] for row in found["newest"]} == {"approx_kl", "objective_rises"}
-
-
-def test_a_run_says_how_much_it_learned():
-    record = ToyRecord()
-    record.add_run(rounds=8)  # J is 1 to 8: the first two rounds have mean 1.5, the last two 7.5
-    (run,) = payload(record, "runs")
-    assert run["learned"] == {"rounds": 2, "first": 1.5, "last": 7.5}
-    assert (run["last"]["objective"], run["cost"]["seconds"]) == (8.0, 16.0)
 
 
 def test_a_report_does_not_tell_the_home_folder_of_a_run(record, monkeypatch, tmp_path):

@@ -22,17 +22,6 @@ def test_without_all_subsets_each_seed_is_what_is_lost_without_it_and_the_rest_i
     assert (found["rest"], found["shapley"]) == (15.0, None)
 
 
-def test_fossils_that_are_in_every_coalition_belong_to_the_base():
-    found = waterfall({A: 40.0, AB: 55.0})
-    assert found["base_members"] == ["a"]
-    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["b"], 15.0)]
-
-
-@pytest.mark.parametrize("scores", [{}, {NONE: 30.0}, {AB: 55.0}, {NONE: None, AB: 55.0}, {A: 40.0, B: 35.0}])
-def test_too_few_measurements_give_nothing(scores):
-    assert waterfall(scores) is None
-
-
 def test_shapley_values_of_three_seeds_sum_to_the_gain_and_treat_equal_seeds_equally():
     # a game in which a and b are worth 6 together only, and c is worth 3 alone
     players = ["a", "b", "c"]

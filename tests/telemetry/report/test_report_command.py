@@ -3,19 +3,17 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import small_runs
 from small_runs import contents, main
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("report") / "run"
-    assert small_runs.train(path, "null", 2) == 0
-    return path
+def run(shared_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(shared_run("null", 2), tmp_path_factory.mktemp("report") / "run"))
 
 
 def payload(page: Path, name: str) -> object:
@@ -46,14 +44,6 @@ def test_a_run_becomes_one_page_and_pictures_and_stays_as_it_was(run, tmp_path, 
     assert len(hosts[0]["steps"]["val_acc"]) == 8
 
 
-def test_several_runs_share_a_page(run, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    assert main(["report", str(run), str(other)]) == 0
-    (difference,) = payload(run / "report.html", "differences")
-    assert (difference["objective"], difference["pairs"]) == (0.0, 6)
-
-
 def test_what_is_left_of_a_damaged_run_is_shown_with_a_sentence(run, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
@@ -75,14 +65,6 @@ def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
     assert main(["report", str(killed)]) == 0
     assert payload(killed / "report.html", "runs")[0]["last"] is None
     assert "no checkpoint yet" in payload(killed / "report.html", "importance")["killed"]["why"]
-
-
-def test_what_the_controller_looks_at_can_be_left_out(run, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(run, other, ignore=shutil.ignore_patterns("importance.json"))
-    assert main(["report", str(other), "--num-envs", "0"]) == 0
-    assert payload(other / "report.html", "importance") == {"other": {"why": f"esper report {other} measures it."}}
-    assert not (other / "importance.json").exists()
 
 
 @pytest.mark.parametrize(

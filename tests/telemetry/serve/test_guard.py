@@ -40,17 +40,6 @@ def test_nothing_but_reading_is_possible(client, method, path):
     assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
-@pytest.mark.parametrize("path", ["/", "/api/overview", "/assets/live.css"])
-def test_head_gives_the_headers_alone(client, path):
-    answer = client.head(path)
-    assert (answer.status_code, answer.content) == (200, b"")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:1", "[::1]:8080", "LOCALHOST"])
-def test_an_address_that_cannot_be_a_foreign_name_is_answered(client, host):
-    assert client.get("/", headers={"Host": host}).status_code == 200
-
-
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "localhost.evil", "[127.0.0.1"]
 )
@@ -81,11 +70,6 @@ def test_pages_of_others_get_neither_events_nor_data(client, headers, path):
     answer = client.get(path, headers=headers)
     assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
-
-
-def test_our_own_page_gets_data(client):
-    own = {"Origin": LOCAL, "Sec-Fetch-Site": "same-origin"}
-    assert client.get("/api/overview", headers=own).status_code == 200
 
 
 @pytest.mark.parametrize("path", EVERYWHERE)
@@ -121,10 +105,6 @@ def test_servers_on_other_ports_and_foreign_cookies_do_not_log_out(runs):
     header = "; ".join(['settings={"dark": true, "x": [1]}', cookies[0], 'b=a"c', cookies[1]])
     for client in clients.values():
         assert client.get("/api/overview", headers={"Cookie": header}).status_code == 200
-
-
-def test_no_cookie_without_a_token(client):
-    assert "set-cookie" not in client.get("/?token=anything").headers
 
 
 @pytest.mark.parametrize("path", [*EVERYWHERE[:-2], "/nowhere", "/api/runs?run=nope"])

@@ -1,6 +1,5 @@
 """The live page in a real browser: what a user does, the page of a running training, and the time of a frame."""
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from chromium import browser_tests, chromium
 from served_runs import add_round, serving, write_run
 
 pytestmark = browser_tests
-FRAME = 50.0
-"""Milliseconds that a frame may take while the step moves."""
 HOSTILE = "b<img src=x onerror=alert(1)>"
 
 
@@ -139,18 +136,6 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         tab.wait_for_selector("#overview th[aria-sort=ascending]")
 
 
-def test_an_address_shows_the_same_round_host_and_step_to_others(browser, address):
-    with page(browser, f"{address}/host?run=a&round=2&host=0&step=3") as tab:
-        assert "Host 0, round 2:" in tab.inner_text("#place")
-        assert tab.locator(".panel h3").first.inner_text() == "Step 3"
-        tab.get_by_role("button", name="next host").click()
-        until(tab, lambda: "Host 1, round 2:" in tab.inner_text("#place"))
-        tab.get_by_role("button", name="next round").click()
-        until(tab, lambda: "Host 1, round 3:" in tab.inner_text("#place"))
-        assert tab.locator(".panel h3").first.inner_text() == "Step 3"
-        assert "round=3&host=1&step=3" in tab.url
-
-
 def test_chosen_runs_are_compared(browser, address):
     with page(browser, address) as tab:
         tab.get_by_label("compare a", exact=True).check()
@@ -158,18 +143,6 @@ def test_chosen_runs_are_compared(browser, address):
         tab.get_by_role("button", name="Compare the chosen runs").click()
         tab.wait_for_selector("#result table")
         assert HOSTILE in tab.inner_text("#result")
-
-
-@pytest.mark.parametrize(
-    ("view", "words"),
-    [
-        ("/run?run=nope", "there is no run 'nope' here"),
-        ("/host?run=a&round=99", "round 99 of a is not there; rounds 1 to 3 are"),
-    ],
-)
-def test_what_is_not_there_is_said_once(browser, address, view, words):
-    with page(browser, address + view, errors=True) as tab:
-        assert tab.locator(".finding:visible", has_text=words).count() == 1
 
 
 def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
@@ -198,40 +171,3 @@ def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):
         other = browser.new_page()
         assert other.goto(f"{address}/run?run=a").status == 401
         other.close()
-
-
-SCRUB = """async ([from, to]) => {
-  const frames = [];
-  let last = await new Promise(requestAnimationFrame);
-  for (let i = from; i <= to; i++) {
-    setStep(i);
-    const now = await new Promise(requestAnimationFrame);
-    frames.push(now - last);
-    last = now;
-  }
-  return { median: d3.quantile(frames, 0.5), p95: d3.quantile(frames, 0.95) };
-}"""
-
-
-@pytest.mark.parametrize("view", ["/run?run=large", "/host?run=large&host=5"])
-def test_a_frame_is_short_while_the_step_moves_through_64_hosts_of_150_steps(browser, tmp_path, view):
-    """The page's thread may work for 50 ms in a frame; where nothing else keeps the processor, that is its length."""
-    write_run(tmp_path / "large", hosts=64, steps=150, rounds=1)
-    with serving(tmp_path) as address, page(browser, address + view) as tab:
-        tab.wait_for_selector(".scrub")
-        drawn(tab)
-        chrome = tab.context.new_cdp_session(tab)
-        chrome.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-        def worked() -> float:
-            metrics = {one["name"]: one["value"] for one in chrome.send("Performance.getMetrics")["metrics"]}
-            return 1000.0 * metrics["TaskDuration"]
-
-        before = worked()
-        found = tab.evaluate(SCRUB, [1, 150])
-        work = (worked() - before) / 150
-        assert tab.evaluate("scrub.step") == 150
-        print(f"{view}: {work:.1f} ms of work in a frame; from frame to frame {found}")
-        assert work < FRAME
-        if os.getloadavg()[0] < (os.cpu_count() or 1):  # else the clock measures the programs beside the browser
-            assert found["median"] < FRAME

@@ -1,5 +1,4 @@
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,15 +7,21 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record.reader import Record
-from esper.telemetry.serve.runs import LIVE, OPEN, POINTS, Runs, UnknownRunError, thinned, version_of
+from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, version_of
 from served_runs import add_round, write_run
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written")
+    write_run(path / "a", finished=True)
+    write_run(path / "b", rounds=1)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_run(tmp_path / "a", finished=True)
-    write_run(tmp_path / "b", rounds=1)
-    return tmp_path
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "runs"))
 
 
 @pytest.fixture
@@ -27,11 +32,6 @@ def runs(folder: Path) -> Iterator[Runs]:
 
 def answer(runs: Runs, name: str, *names: str, **place: int) -> object:
     return json.loads(runs.answer(names, f"{name} {place}", lambda record: LIVE[name](record, place)))
-
-
-def test_a_folder_and_a_run_directory_can_both_be_served(folder):
-    assert list(Runs(folder).found()) == ["a", "b"]
-    assert list(Runs(folder / "a").found()) == ["a"]
 
 
 def test_folders_that_are_not_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
@@ -82,22 +82,6 @@ def test_the_overview_has_a_row_for_each_run(folder):
     assert rows["a"]["seconds"] == 4.0
 
 
-def test_the_overview_shows_what_is_left_of_a_damaged_run(folder):
-    (folder / "a" / "config.toml").write_text("task = ")
-    with (folder / "a" / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 3, "obj')  # a round that is being written
-    row = Runs(folder).overview()["runs"][0]
-    assert (row["task"], row["objective"]) == (None, 20.0)
-    assert [text.split(" ")[1:3] for text in row["complaints"]] == [["cannot", "be"], ["has", "1"]]
-
-
-def test_a_long_curve_is_thinned_to_means_of_neighbours():
-    assert thinned([]) == []
-    assert thinned([1.0, 3.0]) == [1.0, 3.0]
-    long = thinned([float(i % 2) for i in range(4 * POINTS)])
-    assert long == [0.5] * POINTS
-
-
 def test_the_version_changes_with_each_round_part_and_summary(folder):
     run, seen = folder / "b", set()
     for change in (
@@ -118,13 +102,6 @@ def test_a_record_is_read_again_only_when_its_files_have_changed(folder, runs):
     add_round(folder / "b", 2)
     assert runs.answer(("b",), "n", make) == b"2"
     assert made[0] is not made[1]
-
-
-def test_few_records_stay_open(folder, runs):
-    for i in range(OPEN + 1):
-        shutil.copytree(folder / "b", folder / f"c{i}")
-        answer(runs, "curves", f"c{i}")
-    assert len(runs._opened) == OPEN
 
 
 def test_a_round_is_the_newest_whose_steps_are_there(folder, runs):
@@ -149,11 +126,6 @@ def test_a_host_has_everything_about_its_episode(folder, runs):
     assert len(found["slot_rows"]) == 8
 
 
-def test_without_a_number_the_best_host_of_the_newest_round_is_shown(folder, runs):
-    found = answer(runs, "host", "a")
-    assert (found["round"], found["host"], found["result"]["objective"]) == (2, 2, 22)
-
-
 @pytest.mark.parametrize(
     ("name", "place", "words"),
     [
@@ -175,16 +147,6 @@ def test_a_run_without_rounds_has_no_hosts(tmp_path):
         assert answer(runs, "policy", "new") == {"new": {}}
 
 
-def test_the_policy_is_the_mean_of_its_probabilities(folder, runs):
-    found = answer(runs, "policy", "a")["a"]
-    assert found["first"]["rounds"] == [1, 1]
-    assert found["last"]["rounds"] == [2, 2]
-    assert found["last"]["steps"][7] == {
-        "t": 8, "wait": 0.5, "germinate": 0.1, "set_alpha_target": 0.1, "prune": 0.1, "fossilize": 0.1, "advance": 0.1,
-        "value": 0.8,
-    }  # fmt: skip
-
-
 def test_a_record_that_is_replaced_is_closed_when_its_reader_is_done(folder, runs):
     reading, go_on, found = threading.Event(), threading.Event(), []
 
@@ -204,3 +166,10 @@ def test_a_record_that_is_replaced_is_closed_when_its_reader_is_done(folder, run
     reader.join()
     other.join()
     assert sorted(map(str, found)) == ["1", "new"]
+
+
+def test_few_records_stay_open(folder, runs):
+    for i in range(OPEN + 1):
+        shutil.copytree(folder / "b", folder / f"c{i}")
+        answer(runs, "curves", f"c{i}")
+    assert len(runs._opened) == OPEN

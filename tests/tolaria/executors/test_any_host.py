@@ -379,6 +379,7 @@ def test_a_whole_episode_of_sequences_is_the_same_fused_and_streamed():
     torch.testing.assert_close(tested, also, atol=1.1, rtol=0.0)  # one token of 94
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one_for_sequences():
     states = []
     for workers in (1, 2):

@@ -62,6 +62,7 @@ def test_a_host_is_trained_alike_alone_and_among_others():
         assert values[2] == alone.instance[name][0]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one():
     whole, shared = episode(4), episode(4, workers=2)
     assert np.array_equal(whole.val_acc, shared.val_acc)

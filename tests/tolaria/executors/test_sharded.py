@@ -46,9 +46,14 @@ PLAN = {
 }
 
 
+COSINE = tiny.task(optimizer=replace(tiny.SGD, schedule="cosine", warmup=1))
+
+
 def engine(workers, num_envs=3, **settings):
-    rules = {"sequential": False, "min_blending_epochs": 1}
-    return tiny.engine(num_envs, LENGTH, workers=workers, rules=rules, **settings)
+    """With scheduled learning rates, and another one for each host."""
+    rules, factors = {"sequential": False, "min_blending_epochs": 1}, [0.5 + 0.5 * n for n in range(num_envs)]
+    chosen = {"of": COSINE, "lr_factors": factors, **settings}
+    return tiny.engine(num_envs, LENGTH, workers=workers, rules=rules, **chosen)
 
 
 def episode(built, number=0):
@@ -179,6 +184,7 @@ def test_a_worker_that_was_killed_is_an_error_with_the_way_out():
     assert first.process.poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_workers_ignore_ctrl_c_and_end_with_their_executor():
     built = engine(2)
     (worker,) = built.executor._workers
@@ -227,6 +233,7 @@ class Moss(AbstractBlueprint):
         return nn.Conv2d(channels, channels, 1)
 
 
+@pytest.mark.slow
 def test_a_worker_knows_the_blueprints_that_were_registered_here():
     index = registry.register(Moss())
     try:

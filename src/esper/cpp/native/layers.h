@@ -486,9 +486,10 @@ void transpose(int channels, int height, int width, int factor, const T* images,
 }
 
 // Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean
-// loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once.
+// loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once. The target is 1 - smoothing for
+// the label, and smoothing / classes for every class, as in torch.nn.functional.cross_entropy.
 template <class T>
-void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work,
+void cross_entropy(int classes, T smoothing, const T* logits, const int64_t* labels, double* totals, T* grad, T* work,
                    Chunk chunk) {
     const int lanes = chunk.lanes, stride = chunk.stride;
     T *best = work, *sum = work + stride, *answer = work + 2 * stride;
@@ -512,7 +513,13 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     int correct = 0;
     for (int lane = 0; lane < lanes; ++lane) {
         if (labels[lane] >= 0) {
-            loss += best[lane] - logits[labels[lane] * stride + lane];
+            const T own = logits[labels[lane] * stride + lane];
+            loss += best[lane] - own;
+            if (smoothing > T(0)) {
+                double total = 0.0;
+                for (int c = 0; c < classes; ++c) total += logits[c * stride + lane];
+                loss += smoothing * (own - total / classes);
+            }
             product *= sum[lane];
             correct += answer[lane] == T(labels[lane]) && std::isfinite(best[lane]);
         }
@@ -524,13 +531,14 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     totals[0] += loss;
     totals[1] += correct;
     if (!grad) return;
+    const T of_each = smoothing / (T(classes) * T(chunk.batch));
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
         T* out = grad + c * stride;
-        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(chunk.batch));
+        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(chunk.batch)) - of_each;
     }
     for (int lane = 0; lane < lanes; ++lane)
-        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(chunk.batch);
+        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= (T(1) - smoothing) / T(chunk.batch);
 }
 
 }  // namespace esper

@@ -1,10 +1,10 @@
 // The loop that executes the programs of many hosts.
 //
-// assembler.py writes programs; it lists the same operations in the same order. An operand is a place in one of a
-// host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure share a program.
-// A host passes over all its data before the next one begins, so that its weights stay in the processor's cache; a
-// batch passes in chunks, so that their features stay there too. A host uses only its own spaces and those of the thread
-// that runs it, so its results depend on no other host.
+// tolaria/executors/native/program.py writes programs; it lists the same operations in the same order. An operand is a
+// place in one of a host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure
+// share a program. A host passes over all its data before the next one begins, so that its weights stay in the
+// processor's cache; a batch passes in chunks, so that their features stay there too. A host uses only its own spaces
+// and those of the thread that runs it, so its results depend on no other host.
 
 #include "convolution.h"
 #include "layers.h"
@@ -45,7 +45,7 @@ struct Instruction {
     int32_t operation;
     int32_t flag;  // ReLU afterwards, the kind of activation, whether a seed is active
     int32_t size[SIZES];
-    double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
+    double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer; label smoothing
     int32_t space[OPERANDS];
     int64_t offset[OPERANDS];  // rows in ROWS and LOCAL, elements elsewhere
 };
@@ -183,7 +183,7 @@ template <class T> struct Host {
             case BLEND_BACKWARD:
                 return blend_backward<T>(n[0], n[1], i.flag, p[0], p[1], p[2], *p[3], p[4], p[5], p[6], lanes, stride);
             case CROSS_ENTROPY:
-                return cross_entropy<T>(n[0], p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, chunk);
+                return cross_entropy<T>(n[0], number, p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, chunk);
             case SQUARE_NORM: return square_norm<T>(n[0], p[0], i.flag, p[1]);
             case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
             case SGD: return sgd<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5]);

@@ -3,6 +3,7 @@
 Shape legend: R = rows (hosts or seeds), P = padded parameters of a row.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,10 +12,12 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from esper.leyline.settings import Decay, NotNegative, Positive, check_fields
+from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast0, Decay, NotNegative, Positive, check_fields
 from esper.leyline.tensor_dataclass import lift, named_tensors, tensor_dataclass, tree_map
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+ScheduleName = Literal["constant", "cosine", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class OptimizerSpec:
         kind: "sgd" with momentum, "adam" (decay is added to the gradient) or "adamw" (decay is apart from it), each as
             in `torch.optim`.
         host_lr, seed_lr: learning rates.
+        schedule: how both fall over an episode, one factor per control step (`schedule_factor`).
+        warmup: control steps in which they rise first.
         sgd_weight_decay: decay of all parameters of a host with "sgd".
         adamw_weight_decay: decay of a host with "adam" or "adamw": of its matrices, and of its biases and scales with
             `decay_vectors`.
@@ -34,6 +39,8 @@ class OptimizerSpec:
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     host_lr: Positive = 0.01
     seed_lr: Positive = 0.01
+    schedule: ScheduleName = "constant"
+    warmup: AtLeast0 = 0
     momentum: Decay = 0.9
     sgd_weight_decay: NotNegative = 5e-4
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -44,6 +51,43 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the learning rates change in an episode."""
+        return self.schedule != "constant" or self.warmup > 0
+
+    def require_length(self, episode_length: int) -> None:
+        """Raise ConfigError unless the warm-up ends within an episode of this many control steps."""
+        if self.warmup >= episode_length:
+            raise ConfigError(
+                f"warmup is {self.warmup}, but an episode has {episode_length} control steps, so the learning rate "
+                f"would never be reached; set warmup to at most {episode_length - 1}, or episode_length higher."
+            )
+
+
+def schedule_factor(spec: OptimizerSpec, t: int, episode_length: int) -> float:
+    """What multiplies the learning rates in control step `t`, from 1 to `episode_length`.
+
+    The same numbers as in a loop that calls `scheduler.step()` after each epoch, with E epochs and w of warm-up:
+
+        SequentialLR(optimizer, [LinearLR(optimizer, 1 / (w + 1), total_iters=w), falling], milestones=[w])
+        cosine   falling = CosineAnnealingLR(optimizer, T_max=E - w)             Loshchilov & Hutter 2017, no restarts
+        linear   falling = LinearLR(optimizer, 1.0, 0.0, total_iters=E - w)
+
+    The last step still trains: 0 would be reached one step after it.
+    """
+    done = t - 1
+    if done < spec.warmup:
+        return (done + 1) / (spec.warmup + 1)
+    share = (done - spec.warmup) / (episode_length - spec.warmup)
+    match spec.schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * share))
+        case "linear":
+            return 1.0 - share
 
 
 @tensor_dataclass

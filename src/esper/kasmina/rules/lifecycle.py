@@ -438,7 +438,7 @@ def with_fossils(
         {
             "stage": int(SeedStage.FOSSILIZED),
             "prev_stage": int(SeedStage.HOLDING),
-            "serial": here.cumsum(dim=1) - 1,
+            "serial": hosts.n_germinated[:, None] + here.cumsum(dim=1) - 1,
             "blueprint": blueprint,
             "algorithm": algorithm,
             "has_gate": gated,

@@ -1,7 +1,7 @@
 """Assembles a run: its data, engine and client, and the memory they need."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.memory import available_bytes, gigabytes, predict
-from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import choose_device, keep_freed_memory
 
 
@@ -67,23 +66,24 @@ def engine_of(
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
     task: TaskSpec | None = None,
+    lr_factors: Sequence[float] | None = None,
 ) -> VectorizedEngine:
-    """The engine of a run; `engine_config` and `task` replace those of the configuration."""
-    return build_engine(
+    """The engine of a run.
+
+    `engine_config` and `task` replace those of the configuration; `lr_factors` as in `build_engine`.
+    """
+    engine = build_engine(
         engine_config or config.engine(),
         task or config.task_spec(),
         dataset,
         device,
         on_step=on_step,
         prepare=partial(load_plugins, config.plugins),
-        form=phase_form(config, device),
+        lr_factors=lr_factors,
     )
-
-
-def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
-    """How the phases of a control step run: eager, or compiled at the first reset of the engine."""
-    compiled = is_compiled(config.compile, device)
-    return partial(CompiledStep, name="a phase of the control step") if compiled else eager
+    if is_compiled(config.compile, device):
+        engine.compile_phases(partial(CompiledStep, name="a phase of the control step"))
+    return engine
 
 
 @dataclass(frozen=True)

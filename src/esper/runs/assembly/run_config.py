@@ -132,6 +132,7 @@ class RunConfig:
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
+        self.optimizer.require_length(self.episode_length)
 
     @property
     def reward_name(self) -> str:
@@ -166,10 +167,11 @@ class RunConfig:
         return data_folder(self.data_dir)
 
     def task_spec(self) -> TaskSpec:
-        """The task with the optimizer, batch sizes and slots of this run."""
+        """The task with the optimizer, length, batch sizes and slots of this run."""
         return dataclasses.replace(
             task_by_name(self.task),
             optimizer=self.optimizer,
+            episode_length=self.episode_length,
             batch_train=self.batch_train,
             batch_val=self.batch_val,
             enabled=self.slots,

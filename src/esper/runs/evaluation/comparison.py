@@ -2,31 +2,39 @@
 
     group   the hosts of one evaluation seed: those of one run (its seed + 1,000,000), or without runs of one given seed
     job     one controller on one group: one episode of N hosts
+    race    several jobs, of which validation keeps one on each host; FLOPs per host decide how many
 
 Every controller meets the same groups, so that all differences are paired.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
 from esper.leyline.lifecycle import LifecycleOp
-from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
+from esper.leyline.messages import EngineSpec
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
+from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
 from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.races import Plans, is_plans, plan_within, random_structures, read_plans
 from esper.runs.evaluation.results import (
-    LEAST_UNITS,
+    RACES,
+    RANDOM_SEARCH,
     REFERENCE,
+    SEARCHED,
     TRAINED,
     ControllerResult,
     Outcome,
@@ -42,6 +50,8 @@ from esper.tolaria.memory import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""
+PLAIN_RUNS = 3
+"""Trainings of the plain host that a race may spend where neither a budget nor a trained controller says more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +76,7 @@ class Comparison:
     Attributes:
         groups: the hosts. num_envs: hosts of each group. data: their data set in words.
         rows: the results, the trained controller first. notes: sentences about single controllers.
-        reused: how many outcomes were found in the folder.
+        reused: how many outcomes were found in the folder. equal: the results at equal compute, if they were asked for.
     """
 
     groups: Sequence[Group]
@@ -75,6 +85,7 @@ class Comparison:
     rows: Sequence[ControllerResult]
     notes: Sequence[str] = ()
     reused: int = 0
+    equal: EqualCompute | None = None
 
     @property
     def size(self) -> Size:
@@ -108,11 +119,12 @@ class Comparison:
             ],
             "num_envs": self.num_envs,
             "episode_length": config.episode_length,
-            "reference": self.rows[0].name if self.rows[0].name == TRAINED else REFERENCE,
+            "reference": _reference(self.rows),
             "unit": self.size.units.removesuffix("s"),
             "verdict": self.verdict,
             "notes": list(self.notes),
             "controllers": [asdict(row) for row in self.rows],
+            "equal_compute": self.equal.report(self.size) if self.equal else None,
         }
 
     def show(self, console: RunConsole) -> None:
@@ -129,6 +141,10 @@ class Comparison:
         for page in pages(self.rows):
             console.print("", page, sep="\n")
         console.say("\n".join(("", legend(self.size.units), *self.notes, *rollbacks(self.rows), self.verdict)))
+        if self.equal is not None:
+            for page in self.equal.pages(_reference(self.equal.rows)):
+                console.print("", page, sep="\n")
+            console.say("\n".join(("", *self.equal.notes, self.equal.verdict(self.size))))
 
     def __str__(self) -> str:
         return text(self.show)
@@ -136,16 +152,21 @@ class Comparison:
     __repr__ = __str__
 
 
+def _reference(rows: Sequence[ControllerResult]) -> str:
+    """The controller that differences are taken to."""
+    return TRAINED if rows[0].name == TRAINED else REFERENCE
+
+
 def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     """The tables of a comparison, one line for each controller."""
-    reference, names = TRAINED if rows[0].name == TRAINED else REFERENCE, [op.name for op in LifecycleOp]
+    reference, names = _reference(rows), [op.name for op in LifecycleOp]
     tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
         (
             ("controller", "100·J", "IQM", f"vs {reference}", "better"),
             lambda row: (
                 with_spread(row.objective, row.objective_std),
                 f"{row.objective_iqm.mean:.2f}",
-                *(("", "") if row.name == reference else _against_reference(row)),
+                *(("", "") if row.name == reference else row.cells),
             ),
         ),
         (
@@ -169,13 +190,6 @@ def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
         for row in rows:
             page.add_row(row.name, *cells(row))
         yield page
-
-
-def _against_reference(row: ControllerResult) -> tuple[str, str]:
-    """The difference, with its interval where there are enough units for one, and how often it is above 0."""
-    difference = row.difference
-    interval = f" [{difference.low:+z.2f}, {difference.high:+z.2f}]" if len(row.units) >= LEAST_UNITS else ""
-    return f"{difference.mean:+z.2f}{interval}", f"{100.0 * row.improvement.mean:.0f} %"
 
 
 def legend(units: str) -> str:
@@ -219,6 +233,7 @@ def compare(
     transfer: bool = False,
     seeds: Sequence[int] = (),
     num_envs: int = 16,
+    flops: float | None = None,
     out: Path | None = None,
     console: RunConsole,
 ) -> Comparison:
@@ -227,11 +242,14 @@ def compare(
     Args:
         configs: of the runs, or one of the task without runs.
         runs: their directories, which are not changed: one condition, trained with several seeds.
-        baselines: their names, or policy files; wait_only is always among them.
+        baselines: their names, or policy files, or a file of plans for portfolio and halving; wait_only is always among
+            them.
         best: use the checkpoint with the highest mean J of ten rounds.
         transfer: whether the task is another one than that of the runs.
         seeds: of the hosts, one for each run, or any number without runs. None means the training seeds + 1,000,000.
         num_envs: hosts per controller and seed.
+        flops: budget of each host, at which all are compared once more; None means no such comparison, and that races
+            spend what the trained controller does, or else `PLAIN_RUNS` trainings of the plain host.
         out: folder that keeps every outcome as soon as it is known, and gives those that it has.
         console: shows the progress.
 
@@ -240,28 +258,105 @@ def compare(
     """
     _require_one_condition(configs, runs)
     configs[0].engine(num_envs=num_envs)  # refuses an impossible number of hosts before anything is shown
-    names = dict.fromkeys((*(baselines or known.all_baselines(configs[0], with_run=bool(runs))), REFERENCE))
+    names, plans = _with_plans(baselines or known.all_baselines(configs[0], with_run=bool(runs)), configs[0])
+    races = [name for name in names if name in RACES]
+    if (races or flops is not None) and configs[0].task_spec().host is None:
+        raise ConfigError(
+            f"the hosts of task {configs[0].task!r} are not networks, so nothing costs FLOPs; leave "
+            f"{', '.join(races) or option('flops_per_host')} out."
+        )
+    own = [name for name in names if name not in RACES]
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None
-    episodes = len(groups) * (len(names) + bool(runs))
-    with PassProgress(console, episodes) as progress:
-        session = _Session(num_envs, episodes, store, progress, console)
-        found = [session.outcomes(group, tuple(names)) for group in groups]
-    rows = results(
-        {name: [outcomes[name] for outcomes in found] for name in found[0]},
-        configs[0].reward,
-        configs[0].task_spec().objective,
-        by_run=bool(runs),
-    )
+    with PassProgress(console, len(groups) * (len(own) + bool(runs))) as progress:
+        session = _Session(num_envs, groups, store, progress, console)
+        if flops is not None:
+            _require_plain_run(session.alone([REFERENCE])[REFERENCE], flops)
+        alone: dict[str, Sequence[Outcome]] = {**session.alone(own)}
+        of_races = dict[str, list[Entry]]()
+        if races:
+            budget = flops or spent_by(alone)
+            of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
+        alone |= {name: entries[-1].outcomes for name, entries in of_races.items() if entries}
+        equal = None if flops is None else _at_equal_compute(session, alone, of_races, flops)
+    rows = results(alone, configs[0].reward, configs[0].task_spec().objective, by_run=bool(runs))
     if store is not None and session.reused:
-        console.say(f"esper: {session.reused} of {len(groups) * len(found[0])} outcomes were found in {store.folder}")
+        console.say(f"esper: {session.reused} of {session.jobs} outcomes were found in {store.folder}")
+    notes = [note for outcomes in alone.values() for note in _notes(groups, outcomes)]
     return Comparison(
         groups=groups,
         num_envs=num_envs,
         data=session.data,
         rows=rows,
-        notes=[note for name in found[0] for note in _notes(groups, [outcomes[name] for outcomes in found])],
+        notes=[*notes, *(f"{name}: {entries[-1].label}." for name, entries in of_races.items() if entries)],
         reused=session.reused,
+        equal=equal,
+    )
+
+
+def _with_plans(baselines: Sequence[str], config: RunConfig) -> tuple[tuple[str, ...], Plans]:
+    """The names, with those of races in place of a file of plans, and the plans; raises ConfigError without plans."""
+    files = [name for name in baselines if name.endswith(SUFFIX) and is_plans(Path(name))]
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)} both hold plans of races; name one of them.")
+    named = [*(name for name in baselines if name not in files), *(SEARCHED if files else ()), REFERENCE]
+    names = tuple(dict.fromkeys(named))
+    if not set(SEARCHED) & set(names):
+        return names, {}
+    path = Path(files[0]) if files else config.task_spec().plans
+    if path is None or not (files or known.has_plans(config)):
+        raise ConfigError(
+            f"no plans of {' and '.join(SEARCHED)} are known for task {config.task!r} with these slots and steps; find "
+            f"them with esper search {config.task} --portfolio, and name the file that it writes."
+        )
+    return names, read_plans(path, config.task, config.episode_length)
+
+
+def _require_plain_run(plain_hosts: Sequence[Outcome], budget: float) -> None:
+    """Raise ConfigError for a budget that does not pay for the host alone."""
+    least = float(np.mean([spent(outcome) for outcome in plain_hosts]))
+    if budget < least:
+        raise ConfigError(
+            f"{option('flops_per_host')} is {short(budget)}, but the host alone takes {short(least)} FLOPs to be "
+            f"trained and measured; give at least {least:.3g}, or shorten the episode."
+        )
+
+
+def spent_by(alone: Mapping[str, Sequence[Outcome]]) -> float:
+    """The budget of a race: what a host of the trained controller spends, or some trainings of the plain host."""
+    factor, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
+    return factor * float(np.mean([spent(outcome) for outcome in alone[of]]))
+
+
+def _at_equal_compute(
+    session: "_Session",
+    alone: Mapping[str, Sequence[Outcome]],
+    of_races: Mapping[str, Sequence[Entry]],
+    budget: float,
+) -> EqualCompute:
+    """Every controller, run as often as fits, beside the races."""
+    weights, by_run = session.config.reward, session.groups[0].run is not None
+    entries = {name: list(found) for name, found in of_races.items()}
+    for name, first in alone.items():
+        if name not in RACES:
+            entries[name] = list(best_of(name, "run", session.runs(name, first, budget), weights, budget))
+    fitting = {name: found for name, found in entries.items() if found}
+    return EqualCompute(
+        budget=budget,
+        rows=results(
+            {name: found[-1].outcomes for name, found in fitting.items()},
+            weights,
+            session.config.task_spec().objective,
+            by_run=by_run,
+        ),
+        labels={name: found[-1].label for name, found in fitting.items()},
+        tried={name: found[-1].tried for name, found in fitting.items()},
+        curves={name: [point(entry, weights) for entry in found] for name, found in fitting.items()},
+        excluded=[
+            f"{name}: a single run spends more than {short(budget)} FLOPs per host, so it is left out."
+            for name in entries
+            if name not in fitting
+        ],
     )
 
 
@@ -314,61 +409,154 @@ def _groups(
     return groups
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The hosts of a group: where they are and what they learn."""
+
+    group: Group
+    config: RunConfig
+    dataset: Dataset | None
+    device: torch.device
+
+    def spec(self, num_envs: int) -> EngineSpec:
+        """The description of an engine for `num_envs` of them."""
+        config = self.config.engine(run_seed=self.group.seed, num_envs=1)
+        spec = engine_of(self.config, self.dataset, self.device, engine_config=config).spec
+        return replace(spec, num_envs=num_envs)
+
+
+def _place(group: Group) -> _Place:
+    config = replace(group.config, compile="off")
+    device = device_of(config)
+    return _Place(group, config, dataset_of(config, device), device)
+
+
 class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
     def __init__(
-        self, num_envs: int, episodes: int, store: OutcomeStore | None, progress: PassProgress, console: RunConsole
+        self,
+        num_envs: int,
+        groups: Sequence[Group],
+        store: OutcomeStore | None,
+        progress: PassProgress,
+        console: RunConsole,
     ) -> None:
-        self._num_envs, self._episodes, self._store = num_envs, episodes, store
+        self.groups, self.config = groups, replace(groups[0].config, compile="off")
+        self._num_envs, self._store = num_envs, store
         self._progress, self._console = progress, console
+        self._places = [_place(group) for group in groups]
+        self._controllers = dict[tuple[int, str], Controller]()
+        self._found = dict[tuple[int, str], Outcome]()
+        self._structures = dict[Architecture, list[Outcome]]()
         self._available: int | None = None
-        self.reused, self.data = 0, "none"
+        self.reused, self.jobs = 0, 0
 
-    def outcomes(self, group: Group, names: Sequence[str]) -> dict[str, Outcome]:
-        """The outcome of each controller on the hosts of a group, by name."""
-        config = replace(group.config, compile="off")
-        device = device_of(config)
-        dataset = dataset_of(config, device)
-        self.data = data_label(dataset.identity) if dataset else "none"
-        own = [group.trained.controller] if group.trained else []
+    @property
+    def data(self) -> str:
+        """The data set in words."""
+        dataset = self._places[0].dataset
+        return data_label(dataset.identity) if dataset else "none"
+
+    def alone(self, names: Sequence[str]) -> dict[str, list[Outcome]]:
+        """The outcomes of each controller, one per group, also of the trained one."""
+        found = [self._of_group(place, names) for place in self._places]
+        return {name: [outcomes[name] for outcomes in found] for name in found[0]}
+
+    def _of_group(self, place: "_Place", names: Sequence[str]) -> dict[str, Outcome]:
+        config = place.config
+        own = [place.group.trained.controller] if place.group.trained else []
         source = known.source_of([*(c.name for c in own), *names], config)
         own += [known.baseline(name, config) for name in names if name not in DERIVED]
         own.sort(key=lambda controller: controller.name != source)
-        found = {of.name: self._outcome(group.seed, config, dataset, device, of) for of in own}
+        found = dict[str, Outcome]()
+        for controller in own:
+            found[controller.name] = self._once(place, controller)
         start = found[source] if source else next(iter(found.values()))
         params = start.stats.host_params + start.stats.fossil_params
         for name in (name for name in names if name in DERIVED):
-            controller = known.derived(name, config, source, start.grown, params)
-            found[name] = self._outcome(group.seed, config, dataset, device, controller)
+            found[name] = self._once(place, known.derived(name, config, source, start.grown, params))
         return found
 
-    def _outcome(
-        self, seed: int, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
-    ) -> Outcome:
-        num_envs = self._num_envs
-        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else {}
+    def runs(self, name: str, first: Sequence[Outcome], budget: float) -> Iterator[Sequence[Outcome]]:
+        """The first run of a controller, and as many others on the same hosts as the budget pays for.
+
+        Those that start with what another controller has grown stay alone: they are no method of their own.
+        """
+        yield first
+        cost = float(np.mean([spent(outcome) for outcome in first]))
+        number = 1 if name in DERIVED else int(budget // cost)
+        self._progress.more((number - 1) * len(self._places))
+        for repetition in range(1, number):
+            yield [
+                self._outcome(place, self._controllers[place.group.seed, name], repetition) for place in self._places
+            ]
+
+    def race(self, name: str, plans: Plans, budget: float, *, all_plans: bool) -> list[Entry]:
+        """The entries of a race that fit the budget, the most expensive one last; only that one without `all_plans`.
+
+        Raises ConfigError if no plan fits.
+        """
+        weights = self.config.reward
+        if name == RANDOM_SEARCH:
+            return list(best_of(name, "random structure", self._random(), weights, budget))
+        last = plan_within(plans[name], name, budget)
+        chosen = [plan for plan in plans[name] if plan.flops <= last.flops] if all_plans else [last]
+        return [of_plan(name, plan, self.structure, weights) for plan in chosen]
+
+    def structure(self, structure: Architecture) -> Sequence[Outcome]:
+        """The outcomes of a structure that all hosts have from the first step, one per group."""
+        if structure not in self._structures:
+            self._progress.more(len(self._places))
+            controller = known.fixed([structure], self.config)
+            self._structures[structure] = [self._outcome(place, controller) for place in self._places]
+        return self._structures[structure]
+
+    def _random(self) -> Iterator[Sequence[Outcome]]:
+        """Passes in which every host has a random structure that it has not had yet."""
+        drawn = [random_structures(place.spec(self._num_envs)) for place in self._places]
+        for passes in zip(*drawn, strict=True):
+            self._progress.more(len(self._places))
+            yield [
+                self._outcome(place, known.fixed(structures, place.config))
+                for place, structures in zip(self._places, passes, strict=True)
+            ]
+
+    def _once(self, place: "_Place", controller: Controller) -> Outcome:
+        """The first run of a controller."""
+        at = place.group.seed, controller.name
+        self._controllers[at] = controller
+        if at not in self._found:
+            self._found[at] = self._outcome(place, controller)
+        return self._found[at]
+
+    def _outcome(self, place: "_Place", controller: Controller, repetition: int = 0) -> Outcome:
+        num_envs, config, dataset, seed = self._num_envs, place.config, place.dataset, place.group.seed
+        hosts = {"run_seed": seed, "num_envs": num_envs, "repetition": repetition}
+        key = key_of(config, dataset, controller, **hosts) if self._store else {}
+        self.jobs += 1
         if self._store and (stored := self._store.get(key)) is not None:
             self.reused += 1
             self._progress.skip()
             return stored
         first, task = self._available is None, config.task_spec()
         if self._available is None:
-            self._available = available_bytes(device)  # memory that earlier hosts gave back stays in this process
+            self._available = available_bytes(place.device)  # memory that earlier hosts gave back stays in this process
         if first or controller.host is not None:  # refuse hosts that do not fit, also wider ones
             require_memory(
                 config,
                 task if controller.host is None else replace(task, host=controller.host),
                 dataset,
-                device,
+                place.device,
                 self._console.say if first else lambda line: None,
                 num_envs=num_envs,
-                episodes=self._episodes - self.reused,
+                episodes=self._progress.left,
                 available=self._available,
             )
-        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
+        again = f", run {repetition + 1}" if repetition else ""
+        self._progress.begin(f"{controller.name}{again}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
         advance = partial(self._progress.advance, 1.0 / config.episode_length)
-        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
+        outcome = run_controller(config, dataset, place.device, controller, **hosts, on_step=advance)
         if self._store:
             self._store.put(key, outcome)
         return outcome

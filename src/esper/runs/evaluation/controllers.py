@@ -2,6 +2,8 @@
 
 baselines   `tamiyo.baselines`, registered policies, and best_schedule where it is known (on paper, or by a search)
 policies    files that end in .json
+races       `races`: several structures on each host, of which validation keeps one; those of portfolio and halving
+            were found by a search
 trained     the policy of a run; `untrained` is its network at initialization
 derived     baselines that start with what another controller, their *source*, has grown:
 
@@ -30,7 +32,7 @@ from esper.leyline.tensor_dataclass import below
 from esper.runs.assembly.clients import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain
-from esper.runs.evaluation.results import COMMON, REFERENCE, TRAINED
+from esper.runs.evaluation.results import COMMON, RACES, REFERENCE, SEARCHED, TRAINED
 from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.training.checkpoint import (
@@ -100,12 +102,14 @@ def names() -> tuple[str, ...]:
 
 def known_names() -> tuple[str, ...]:
     """Every name that a comparison knows."""
-    return tuple(dict.fromkeys((*names(), UNTRAINED, *DERIVED)))
+    return tuple(dict.fromkeys((*names(), *RACES, UNTRAINED, *DERIVED)))
 
 
 def all_baselines(config: RunConfig, *, with_run: bool) -> tuple[str, ...]:
     """Names of the baselines that the task supports; those that belong to a trained controller only with a run."""
-    own = (*BASELINES, BEST_SCHEDULE) if has_best_schedule(config) else BASELINES
+    own: tuple[str, ...] = BASELINES
+    own += (BEST_SCHEDULE,) if has_best_schedule(config) else ()
+    own += SEARCHED if has_plans(config) else ()
     if not with_run:
         return own
     widens = isinstance(task_by_name(config.task).host, CNNHostSpec | TransformerHostSpec)
@@ -114,9 +118,18 @@ def all_baselines(config: RunConfig, *, with_run: bool) -> tuple[str, ...]:
 
 def has_best_schedule(config: RunConfig) -> bool:
     """Whether `best_schedule` is known: worked out on paper, or searched for the slots and steps of this run."""
+    return _is_solved(config) or (task_by_name(config.task).best_schedule is not None and _as_searched(config))
+
+
+def has_plans(config: RunConfig) -> bool:
+    """Whether `portfolio` and `halving` are known for the slots and steps of this run."""
+    return task_by_name(config.task).plans is not None and _as_searched(config)
+
+
+def _as_searched(config: RunConfig) -> bool:
+    """Whether slots and steps are those of the task, for which its policies were searched."""
     task = task_by_name(config.task)
-    searched = task.best_schedule is not None and config.slots == task.enabled
-    return _is_solved(config) or (searched and config.episode_length == task.episode_length)
+    return config.slots == task.enabled and config.episode_length == task.episode_length
 
 
 def baseline(name: str, config: RunConfig) -> Controller:
@@ -144,6 +157,13 @@ def baseline(name: str, config: RunConfig) -> Controller:
     if name not in policy_names():
         raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
     return Controller(name=name, make=partial(baseline_of, name, config))
+
+
+def fixed(structures: Sequence[Architecture], config: RunConfig) -> Controller:
+    """Waits on hosts that have a structure from the first step: one for all of them, or one for each."""
+    identity = {"architectures": [structure.sha256 for structure in structures]}
+    make = partial(baseline_of, REFERENCE, config)
+    return Controller(name="structure", make=make, identity=identity, architectures=tuple(structures))
 
 
 def _is_solved(config: RunConfig) -> bool:

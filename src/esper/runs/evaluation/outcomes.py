@@ -10,16 +10,17 @@ multiply-add as two. Executors that share work between coalitions do less than `
 Outcomes are kept in a folder, so that an interrupted comparison can be continued:
 
     DIR/evaluation.json                    the comparison, once it is complete
+    DIR/compute.png, compute.svg           its picture, at equal compute
     DIR/outcomes/heuristic-1000000-5d4f... npz file of the arrays, with key, structures and the rest as JSON
 
 The last part of a name is the digest of the key: everything that decides the outcome, including the source of this
-package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions.
+package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions, T = steps.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +28,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
@@ -45,6 +48,7 @@ from esper.runs.assembly.values import plain
 from esper.runs.evaluation.controllers import Controller
 from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
+from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.runtime import host_read
@@ -87,7 +91,7 @@ class CostMeter:
         if task.instances is not None:
             drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
             self._val_N = drawn.val.count.cpu().numpy()
-        self.training, self.measuring = np.zeros(spec.num_envs), np.zeros(spec.num_envs)
+        self.training, self.measuring = list[np.ndarray](), list[np.ndarray]()  # of each step so far
         # what each slot adds to the forward passes of the next step
         self._seeds = np.zeros((spec.num_envs, spec.num_slots))
         if architectures:
@@ -113,9 +117,9 @@ class CostMeter:
 
     def __call__(self, report: StepReport) -> None:
         """Add the step of the report, which ran the structure of the report before it."""
-        self.training += (1 + BACKWARD) * self._train * (self.host + self._seeds.sum(axis=1))
+        self.training.append((1 + BACKWARD) * self._train * (self.host + self._seeds.sum(axis=1)))
         on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
-        self.measuring += self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1)
+        self.measuring.append(self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1))
         present = np.isin(report.stage, _TRAINED)
         without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
         self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
@@ -124,11 +128,35 @@ class CostMeter:
         """The cost of the finished episode and of the networks that it left."""
         kept = stats.stage == SeedStage.FOSSILIZED
         seeds = self.of_seeds(kept, stats.blueprint, stats.algorithm == Algorithm.GATE)
-        return TrainingCost(self.host + seeds.sum(axis=1), self.training, self.measuring)
+        return TrainingCost(self.host + seeds.sum(axis=1), np.stack(self.training), np.stack(self.measuring))
+
+
+@final
+@dataclass(frozen=True)
+class Again:
+    """The instances of another run, whatever the key of the draws is: an `InstanceDistribution`.
+
+    So a host can be trained again on its own data with other weights and another order of its examples.
+    """
+
+    of: InstanceDistribution
+    run_seed: int
+
+    def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> Mapping[str, Tensor]:
+        """Those of the other run."""
+        del run_seed
+        return self.of.properties(self.run_seed, hosts, episode)
+
+    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
+        """Those of the other run."""
+        del run_seed
+        return self.of.draw(self.run_seed, hosts, episode, dataset)
 
 
 SEED_OFFSET = 1_000_000
 """Added to the training seed, so that evaluation hosts differ from all training hosts."""
+_REPETITION = 2**32
+"""Added to the seed of the hosts for each repetition: the high word of the key of all draws."""
 
 
 def run_controller(
@@ -139,6 +167,7 @@ def run_controller(
     *,
     run_seed: int,
     num_envs: int,
+    repetition: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """One episode of a controller on `num_envs` hosts of seed `run_seed`; the test split is read at its end.
@@ -148,8 +177,10 @@ def run_controller(
         dataset: that of `dataset_of`.
         device: that of `device_of`.
         controller: nothing of it is changed.
-        run_seed: key of all random draws.
+        run_seed: of the hosts, below 2^32; key of all random draws.
         num_envs: N.
+        repetition: above 0, the same hosts with the same data are trained again: initial weights, the order of the
+            examples and the draws of the controller are others.
         on_step: called after each control step.
 
     Raises:
@@ -159,18 +190,22 @@ def run_controller(
     task = config.task_spec()
     if controller.host is not None:
         task = replace(task, host=controller.host)
+    if repetition and task.instances is not None:
+        task = replace(task, instances=Again(task.instances, run_seed))
     meter: CostMeter | None = None
+    val_TN = list[np.ndarray]()
 
     def listen(report: StepReport) -> None:
         if meter is not None:
             meter(report)
+        val_TN.append(report.val_acc.astype(np.float32))
         on_step()
 
     engine = engine_of(
         config,
         dataset,
         device,
-        engine_config=config.engine(run_seed=run_seed, num_envs=num_envs),
+        engine_config=config.engine(run_seed=run_seed + _REPETITION * repetition, num_envs=num_envs),
         on_step=listen,
         task=task,
     )
@@ -188,6 +223,7 @@ def run_controller(
         name=controller.name,
         stats=_charged(stats, config) if controller.host is not None else stats,
         test_acc=test_acc,
+        val=np.stack(val_TN),
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
         cost=meter.cost(stats) if meter else None,
         note=controller.note,
@@ -202,8 +238,8 @@ def _charged(stats: RolloutStats, config: RunConfig) -> RolloutStats:
     return replace(stats, host_params=own, fossil_params=stats.fossil_params + stats.host_params - own)
 
 
-FORMAT = 3
-REPORT, OUTCOMES = "evaluation.json", "outcomes"
+FORMAT = 4
+REPORT, PICTURE, OUTCOMES = "evaluation.json", "compute", "outcomes"
 _IRRELEVANT = frozenset(
     {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}
     | {"device", "data_dir", "workers", "threads", "compile", "ppo"}
@@ -215,7 +251,13 @@ Key = Mapping[str, Any]
 
 
 def key_of(
-    config: RunConfig, dataset: Dataset | None, controller: Controller, *, run_seed: int, num_envs: int
+    config: RunConfig,
+    dataset: Dataset | None,
+    controller: Controller,
+    *,
+    run_seed: int,
+    num_envs: int,
+    repetition: int = 0,
 ) -> dict[str, Any]:
     """Everything that decides the outcome of a controller, as JSON values."""
     task = config.task_spec()
@@ -225,7 +267,7 @@ def key_of(
         "plugins": {name: _digest_of_file(file) for name in config.plugins if (file := source_of(name))},
         "controller": controller.name,
         "identity": controller.identity,
-        "hosts": [run_seed, num_envs],
+        "hosts": [run_seed, num_envs, repetition],
         "settings": {name: value for name, value in plain(config).items() if name not in _IRRELEVANT},
         "host": repr(task.host),
         "instances": repr(task.instances),
@@ -257,9 +299,13 @@ class OutcomeStore:
         self.folder = folder
         self._outcomes = folder / OUTCOMES
         own = {REPORT, OUTCOMES}
+
+        def is_other(file: Path) -> bool:
+            return not (file.name in own or file.stem.startswith(PICTURE) or is_draft(file))
+
         try:
             if folder.exists():
-                others = sorted(file.name for file in folder.iterdir() if file.name not in own and not is_draft(file))
+                others = sorted(file.name for file in folder.iterdir() if is_other(file))
                 if others:
                     raise ConfigError(
                         f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new "
@@ -301,6 +347,7 @@ class OutcomeStore:
             name=tree["name"],
             stats=RolloutStats(**parts["stats"], episode=tree["episode"], cost=cost, instance=instance),
             test_acc=arrays["test_acc"],
+            val=arrays["val"],
             grown=tuple(Architecture.of_lines(lines) for lines in tree["grown"]),
             cost=TrainingCost(**parts["cost"]) if parts["cost"] else None,
             note=tree["note"],
@@ -324,7 +371,7 @@ class OutcomeStore:
         arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
         try:
             with replacing(path) as file:
-                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, val=outcome.val, **arrays)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."

@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from esper.leyline.architecture import Architecture
 from esper.leyline.objective import Objective
-from esper.runs.evaluation.tables import counted
+from esper.runs.evaluation.tables import counted, short
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
@@ -30,6 +30,10 @@ from esper.tolaria.state import RolloutStats
 
 REFERENCE, TRAINED, COMMON = "wait_only", "trained", "static_common"
 """Controllers with a part of their own in the results."""
+PORTFOLIO, HALVING, RANDOM_SEARCH = "portfolio", "halving", "random_search"
+SEARCHED = (PORTFOLIO, HALVING)
+RACES = (*SEARCHED, RANDOM_SEARCH)
+"""Baselines that train several structures on each host (`races`), and those whose structures a search found."""
 
 RESAMPLES = 9_999
 LEVEL = 0.95
@@ -48,11 +52,17 @@ Units = Float[np.ndarray, " U"]
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """FLOPs of each host [N], float64: of one example in the kept network, of its training, of its measurements."""
+    """FLOPs, float64: of one example in the kept network of each host [N]; of training and of measuring it [T, N]."""
 
     per_example: np.ndarray
     training: np.ndarray
     measuring: np.ndarray
+
+    @property
+    def steps(self) -> np.ndarray:
+        """What each step spent [T, N]."""
+        spent: np.ndarray = self.training + self.measuring
+        return spent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,8 @@ class Outcome:
 
     Attributes:
         stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
+        val: validation accuracy (pp) with all seeds as they stand in each step [T, N], float32; NaN where a host was
+            rolled back.
         grown: architecture of each kept network.
         cost: in FLOPs; None for scripted hosts, which are not networks.
         note: that of the controller.
@@ -69,6 +81,7 @@ class Outcome:
     name: str
     stats: RolloutStats
     test_acc: np.ndarray
+    val: np.ndarray
     grown: tuple[Architecture, ...] = ()
     cost: TrainingCost | None = None
     note: str = ""
@@ -201,6 +214,18 @@ class ControllerResult:
     architectures: list[dict[str, Any]]
     instances: dict[str, list[float]]
 
+    @property
+    def spent(self) -> float:
+        """FLOPs of training and measuring a host."""
+        return self.training_flops + self.measuring_flops
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """The difference, with its interval where there are enough units for one, and how often it is above 0."""
+        low, high = self.difference.low, self.difference.high
+        interval = f" [{low:+z.2f}, {high:+z.2f}]" if len(self.units) >= LEAST_UNITS else ""
+        return f"{self.difference.mean:+z.2f}{interval}", f"{100.0 * self.improvement.mean:.0f} %"
+
 
 def results(
     outcomes: Mapping[str, Sequence[Outcome]], weights: RewardConfig, objective: Objective, *, by_run: bool
@@ -213,7 +238,7 @@ def results(
         objective: of the task.
         by_run: whether the groups belong to different training runs.
     """
-    hosts = {name: _of_hosts(found, weights) for name, found in outcomes.items()}
+    hosts = {name: host_figures(found, weights) for name, found in outcomes.items()}
     reference = hosts[TRAINED if TRAINED in outcomes else REFERENCE]
     found = [_result(outcomes[name], own, reference, objective, by_run) for name, own in hosts.items()]
     found.sort(key=lambda result: -result.objective)
@@ -221,13 +246,13 @@ def results(
     return sorted(found, key=lambda result: 0 if result.name == TRAINED else 1 if result is constant else 2)
 
 
-def _of_hosts(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str, Float[np.ndarray, "G N"]]:
+def host_figures(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str, Float[np.ndarray, "G N"]]:
     """The figures of every host of one controller, float64."""
 
     def columns(outcome: Outcome) -> dict[str, np.ndarray]:
         stats = outcome.stats
         missing = np.full(stats.growth.shape, np.nan)
-        cost = outcome.cost or TrainingCost(missing, missing, missing)
+        cost = outcome.cost or TrainingCost(missing, missing[None], missing[None])
         accuracy = outcome.test_acc.astype(np.float64)
         return {
             "objective": objective_of(stats, weights),
@@ -238,8 +263,8 @@ def _of_hosts(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str, F
             "growth": stats.growth,
             "shaped_return": stats.returns,
             "flops": cost.per_example,
-            "training_flops": cost.training,
-            "measuring_flops": cost.measuring,
+            "training_flops": cost.training.sum(axis=0),
+            "measuring_flops": cost.measuring.sum(axis=0),
         }
 
     groups = [columns(outcome) for outcome in outcomes]
@@ -311,16 +336,18 @@ def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
     by_value = sorted(rows[has_run:], key=lambda row: -row.objective)
     growing = [row for row in by_value if row.name not in (STATIC, COMMON)]
     best = by_value[0]
-    first = _against(best, f"the best baseline, {best.name}", size, has_run) + _caution(size, has_run)
+    other = rows[0] if has_run else next(row for row in rows if row.name == REFERENCE)
+    first = _against(best, f"the best baseline, {best.name}", other, size) + _caution(size, has_run)
     if not has_run or best in growing or not growing:
         return first
-    other = growing[0]
-    of_others = _against(other, f"{other.name}, the best of the others", size, has_run)
+    next_best = growing[0]
+    of_others = _against(next_best, f"{next_best.name}, the best of the others", other, size)
     return f"{first} {best.name} has its structure from the first step; {of_others}"
 
 
-def _against(best: ControllerResult, called: str, size: Size, has_run: bool) -> str:
-    """The trained controller against `best`, or that one against wait_only."""
+def _against(best: ControllerResult, called: str, reference: ControllerResult, size: Size) -> str:
+    """The trained controller, if it is the reference, against `best`; or that one against wait_only."""
+    has_run = reference.name == TRAINED
     subject, other = (TRAINED, called) if has_run else (best.name, REFERENCE)
     if subject == other:
         return f"No baseline is better than {REFERENCE} on {size}."
@@ -332,9 +359,11 @@ def _against(best: ControllerResult, called: str, size: Size, has_run: bool) -> 
     units = len(best.units)
     interval = f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f} over {size.units}"
     share = f", better in {100 * better:.0f} % of {size.units}" if units > 1 else ""
+    spent = (reference.spent, best.spent) if has_run else (best.spent, reference.spent)
+    costs = "" if math.isnan(best.spent) else f"; {short(spent[0])} and {short(spent[1])} FLOPs per host"
     numbers = (
         f"{found.mean:+z.2f} in 100·J on {size}{interval if units >= LEAST_UNITS else ''}{share}; "
-        f"{test.mean:+z.2f} with test accuracy"
+        f"{test.mean:+z.2f} with test accuracy{costs}"
     )
     if units < LEAST_UNITS:
         few = f"{counted(units, one)} cannot show whether {subject} differs from {other}"

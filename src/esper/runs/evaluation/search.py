@@ -1,4 +1,4 @@
-"""The best constant schedule, the best rule with one threshold, or the best heuristic, found with a stated budget.
+"""The best constant schedule, rule with one threshold, heuristic, or portfolio, found with a stated budget.
 
 `search`:
     grid          successive halving over one blueprint in one slot, two slots or all slots, from several steps
@@ -9,6 +9,10 @@
     random        different choices of `HeuristicRules`, each on all N hosts of the same episode
     neighbours    twice: the best, and rules that differ from one of them in one choice, on new hosts
     confirmation  the best on the same new hosts
+`search_plans`:
+    singles       no seed, and each blueprint in each slot from step 1, on the same hosts
+    pairs         those whose seeds are best alone
+    races         portfolios and halvings of all of them, computed from their curves (`races.best_plans`)
 
 The budget counts every env-step, also those of candidates that lose. A *pass* is one episode of all N hosts. Passes
 with the same episode number have the same hosts: equal initial weights and data order. So candidates of one pass have
@@ -22,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
@@ -30,6 +35,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, command
 from esper.leyline.files import replacing
 from esper.leyline.lifecycle import TEMPO_NAMES
@@ -38,7 +44,11 @@ from esper.leyline.random import Stream, local_generator
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.evaluation.tables import plain_table
+from esper.runs.evaluation.controllers import fixed
+from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.races import Curves, Plans, best_plans, of_seeds, single_seeds, write_plans
+from esper.runs.evaluation.results import Outcome
+from esper.runs.evaluation.tables import plain_table, short
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import WaitOnly
@@ -659,3 +669,151 @@ def _draw_some(values: Sequence[int], most: int, generator: torch.Generator) -> 
     """From one to `most` of the values in random order."""
     count = 1 + _draw(min(most, len(values)), generator)
     return tuple(values[i] for i in torch.randperm(len(values), generator=generator)[:count].tolist())
+
+
+# -- portfolios and halvings -------------------------------------------------------------------------------------------
+
+PLANS_FILE, STRUCTURES = "portfolio.json", "structures"
+MOST_STRUCTURES, LEAST_PAIRS = 64, 16
+"""Structures that are tried, unless the single seeds alone are more; and pairs of seeds in any case."""
+LEAST_HOSTS_OF_PLANS = 8
+"""On which each structure is tried; of fewer the best of several says little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlans:
+    """The result of `search_plans`.
+
+    Attributes:
+        hosts, env_steps, flops: of the search. tried: mean 100·J of each structure with its FLOPs per host, best first.
+    """
+
+    config: RunConfig
+    budget: int
+    hosts: int
+    env_steps: int
+    flops: float
+    tried: Sequence[tuple[Architecture, float, float]]
+    plans: Plans
+
+    def write(self, folder: Path) -> None:
+        """Write the plans, and what every structure gave."""
+        tried = [
+            {"structure": structure.lines, "objective": objective, "flops": flops}
+            for structure, objective, flops in self.tried
+        ]
+        size = {"budget": self.budget, "env_steps": self.env_steps, "flops": self.flops, "hosts": self.hosts}
+        found = {**size, "seed": self.config.seed, "structures": tried}
+        write_plans(folder / PLANS_FILE, self.plans, self.config.task, self.config.episode_length, found)
+
+    def show(self, folder: Path, console: RunConsole) -> None:
+        """Print the best structures, the plans, and where the file is."""
+        page = plain_table("structure", "100·J", "FLOPs", fold=True)
+        for structure, objective, flops in self.tried[:SHOWN]:
+            page.add_row(" + ".join(structure.lines) or "none", f"{objective:.2f}", short(flops))
+        console.print("", page, sep="\n")
+        for name, plans in self.plans.items():
+            page = plain_table(name, "100·J", "FLOPs", fold=True)
+            for plan in plans:
+                page.add_row(plan.words, f"{plan.objective:.2f}", short(plan.flops))
+            console.print("", page, sep="\n")
+        console.say(
+            f"\n100·J: mean over the {self.hosts} training hosts on which the plans were chosen; FLOPs: to train and "
+            f"measure a host. The search spent {self.env_steps:,} env-steps and {short(self.flops)} FLOPs."
+        )
+        console.say(f"written to {folder}: {PLANS_FILE}")
+        of_task = (folder / PLANS_FILE, "--task", self.config.task)
+        console.say(f"compare on new hosts: {command('evaluate', *of_task, plugins=self.config.plugins)}")
+
+
+@final
+class PlanSearch:
+    """A search for portfolios and halvings.
+
+    Args:
+        config: task, seed, and weights of J.
+        budget: env-steps.
+
+    Raises:
+        ConfigError, DataError: the budget is too small, the task has no networks, or its data are missing.
+    """
+
+    def __init__(self, config: RunConfig, budget: int) -> None:
+        self.config, self.budget = replace(config, compile="off"), budget
+        self.device = device_of(config)
+        dataset = dataset_of(config, self.device)
+        if dataset is None:
+            raise ConfigError(
+                f"the hosts of task {config.task!r} are not networks, so nothing costs FLOPs; leave --portfolio out."
+            )
+        self.dataset = dataset
+        spec = engine_of(self.config, dataset, self.device, engine_config=config.engine(num_envs=1)).spec
+        singles = single_seeds(spec)
+        self._first = [of_seeds(seeds, spec) for seeds in ((), *((seed,) for seed in singles))]
+        pairs = len(spec.selectable) ** 2 * math.comb(spec.num_slots, 2)
+        self._pairs = min(pairs, max(MOST_STRUCTURES - len(self._first), LEAST_PAIRS))
+        self.structures = len(self._first) + self._pairs
+        self.hosts = budget // (self.structures * config.episode_length)
+        if self.hosts < LEAST_HOSTS_OF_PLANS:
+            raise ConfigError(
+                f"a budget of {budget:,} env-steps is {self.hosts} hosts x {self.structures} structures x "
+                f"{config.episode_length} steps; a search of portfolios needs {LEAST_HOSTS_OF_PLANS} hosts: give "
+                f"--budget {self.structures * config.episode_length * LEAST_HOSTS_OF_PLANS}."
+            )
+
+    def run(
+        self,
+        folder: Path,
+        on_pass: Callable[[float], None] = lambda share: None,
+        on_stage: Callable[[str], None] = lambda stage: None,
+    ) -> FoundPlans:
+        """Train every structure on the same training hosts, and find the races among them.
+
+        Args:
+            folder: keeps the outcome of each structure; a second search continues there.
+            on_pass: called after each control step with its share of a pass.
+            on_stage: takes the name of each stage when it begins.
+        """
+        store, weights = OutcomeStore(folder / STRUCTURES), self.config.reward
+
+        def tried(structures: Sequence[Architecture]) -> dict[Architecture, Outcome]:
+            return {structure: self._outcome(structure, store, on_pass) for structure in structures}
+
+        on_stage("singles")
+        outcomes = tried(self._first)
+        alone = {structure: Curves.of([one], weights).worth[0, -1].mean() for structure, one in outcomes.items()}
+        on_stage("pairs")
+        pairs = sorted(combinations(self._first[1:], 2), key=lambda pair: -alone[pair[0]] - alone[pair[1]])
+        together = [Architecture(a.slots + b.slots) for a, b in pairs if a.slots[0].slot != b.slots[0].slot]
+        outcomes |= tried(together[: self._pairs])
+        on_stage("races")
+        curves, structures = Curves.of(list(outcomes.values()), weights), list(outcomes)
+        worth_K, spent_K = curves.worth[:, -1].mean(axis=1), curves.spent[:, -1].mean(axis=1)
+        order = np.argsort(-worth_K, kind="stable").tolist()
+        return FoundPlans(
+            config=self.config,
+            budget=self.budget,
+            hosts=self.hosts,
+            env_steps=len(structures) * self.hosts * self.config.episode_length,
+            flops=float(curves.spent[:, -1].sum()),
+            tried=[(structures[k], float(worth_K[k]), float(spent_K[k])) for k in order],
+            plans=best_plans(curves, structures),
+        )
+
+    def _outcome(self, structure: Architecture, store: OutcomeStore, on_pass: Callable[[float], None]) -> Outcome:
+        config, controller = self.config, fixed([structure], self.config)
+        key = key_of(config, self.dataset, controller, run_seed=config.seed, num_envs=self.hosts)
+        if (found := store.get(key)) is not None:
+            on_pass(1.0)
+            return found
+        found = run_controller(
+            config,
+            self.dataset,
+            self.device,
+            controller,
+            run_seed=config.seed,
+            num_envs=self.hosts,
+            on_step=lambda: on_pass(1.0 / config.episode_length),
+        )
+        store.put(key, found)
+        return found

@@ -113,10 +113,11 @@ def task(found: TaskSpec, data_dir: Path | None) -> list[str]:
     lines = [f"{found.name}: {found.description}"]
     if found.host is not None:
         optimizer, batches = found.optimizer, found.batches_per_step
+        falls = "" if optimizer.schedule == "constant" else f" ({optimizer.schedule})"
         lines += [
             f"host: {words(found.host)}, {found.host.num_params():,} parameters",
             f"training: {found.episode_length} steps of {batches or 'all'} batches of {found.batch_train}, "
-            f"{optimizer.kind}, learning rate {optimizer.host_lr:g}; measured by {found.objective.unit}",
+            f"{optimizer.kind}, learning rate {optimizer.host_lr:g}{falls}; measured by {found.objective.unit}",
             *(data_lines([found], data_dir) or ["data: embedded"]),
         ]
     return [*lines, "", *drawing(found)]

@@ -77,7 +77,7 @@ def better(
     n = int(np.argmax(objective))
     if not objective[n] > (-np.inf if best is None else best.objective):
         return best
-    state = {name: x.to("cpu") for name, x in engine.host_state(n).items()}
+    state = {name: x.to("cpu") for name, x in engine.state_of([n]).items()}
     return BestHost(
         round=stats.episode + 1,
         host=engine.spec.host_offset + n,

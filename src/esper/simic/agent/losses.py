@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.lifecycle import HEADS
+from esper.leyline.lifecycle import HEADS, Head
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 LOG_RATIO_LIMIT = 20.0
-JOINT_LOG_RATIO_LIMIT = 30.0
 
 
 @tensor_dataclass
@@ -65,12 +64,15 @@ class Losses:
 
 @tensor_dataclass
 class RatioStatistics:
-    """Change of the policy: KL divergence, joint ratios over the heads, share of them outside 1 +- epsilon."""
+    """Change of the policy since the rollout.
+
+    `approx_kl`: KL divergence, a mean over heads and steps. `clip_fraction`: share of the decisions whose probability,
+    the product over the heads, changed by more than epsilon. `largest_change`: of a log-probability.
+    """
 
     approx_kl: Float[Tensor, ""]
     clip_fraction: Float[Tensor, ""]
-    ratio_max: Float[Tensor, ""]
-    ratio_min: Float[Tensor, ""]
+    largest_change: Float[Tensor, ""]
 
 
 def ppo_losses(x: LossInputs, weights: LossWeights) -> Losses:
@@ -111,27 +113,32 @@ def floor_loss(x: LossInputs) -> Float[Tensor, ""]:
 
 
 def ratio_statistics(x: LossInputs, clip: float) -> RatioStatistics:
-    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios."""
+    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios.
+
+    A forced step is no decision: its ratio is always 1.
+    """
     causal = x.causal & x.valid[..., None]
     log_ratio = _log_ratio(x).detach() * causal
     divergence = (log_ratio.exp() - 1.0 - log_ratio).sum() / causal.sum().clamp_min(1)
-    joint = log_ratio.sum(-1).clamp(-JOINT_LOG_RATIO_LIMIT, JOINT_LOG_RATIO_LIMIT).exp()
-    outside = ((joint - 1.0).abs() > clip) & x.valid
+    decided = x.valid & ~x.forced
+    outside = ((log_ratio.sum(-1).exp() - 1.0).abs() > clip) & decided
     return RatioStatistics(
         approx_kl=divergence,
-        clip_fraction=outside.sum() / x.valid.sum().clamp_min(1),
-        ratio_max=torch.where(x.valid, joint, -torch.inf).amax(),
-        ratio_min=torch.where(x.valid, joint, torch.inf).amin(),
+        clip_fraction=outside.sum() / decided.sum().clamp_min(1),
+        largest_change=log_ratio.abs().amax(),
     )
 
 
-def head_entropies(x: LossInputs) -> tuple[Float[Tensor, " 8"], Float[Tensor, " 8"]]:
+def head_entropies(x: LossInputs) -> tuple[Float[Tensor, " 9"], Float[Tensor, " 9"]]:
     """Mean normalized entropy of each head over the steps that used it with a choice, and their number.
 
-    A head with one value has no entropy: it says nothing about exploration.
+    The last number is for all heads but op together: what an operation is done with. A head with one value has no
+    entropy: it says nothing about exploration.
     """
     used = _used(x) & x.choice
-    return _mean_per_head(x.entropy.detach(), used), _per_head(used).sum(0).to(x.entropy.dtype)
+    sums, steps = _per_head(x.entropy.detach().masked_fill(~used, 0.0)).sum(0), _per_head(used).sum(0)
+    sums, steps = (torch.cat((values, values[: Head.OP].sum(0, keepdim=True))) for values in (sums, steps))
+    return sums / steps.clamp_min(1), steps.to(x.entropy.dtype)
 
 
 @tensor_dataclass

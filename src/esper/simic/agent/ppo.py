@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.errors import TrainingError
-from esper.leyline.lifecycle import HEAD_NAMES
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
@@ -48,7 +47,7 @@ from esper.simic.agent.ppo_config import (
     value_coefficient,
 )
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
-from esper.simic.metrics import Read, aggregate_ppo_metrics, metric_row
+from esper.simic.metrics import ENTROPIES, Read, aggregate_ppo_metrics, metric_row
 from esper.simic.rewards.reward_config import GAMMA
 from esper.tamiyo.heads import check_logits, check_stored_actions, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
@@ -190,12 +189,16 @@ def minibatch_row(
     ratios: RatioStatistics,
     grad_norm: Float[Tensor, ""],
     *,
+    first: bool,
     ran: Bool[Tensor, ""],
     finite_logits: Bool[Tensor, ""],
     finite: Bool[Tensor, ""],
     takes: Bool[Tensor, ""],
 ) -> Float[Tensor, " M"]:
-    """Metrics of a minibatch; NaN except for the counts if it took no optimizer step."""
+    """Metrics of a minibatch; NaN except for the counts if it took no optimizer step.
+
+    In the `first` one of an update the policy is still the one that acted, so what differs are stored probabilities.
+    """
     entropies, steps = head_entropies(x)
     numbers = {
         "evaluated_steps": x.valid.sum(),
@@ -206,10 +209,8 @@ def minibatch_row(
         "total_loss": losses.total,
         "grad_norm": grad_norm,
         "clip_fraction": ratios.clip_fraction,
-        "ratio_max": ratios.ratio_max,
-        "ratio_min": ratios.ratio_min,
-        **{f"steps_{name}": count for name, count in zip(HEAD_NAMES, steps.unbind(0), strict=True)},
-        **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.unbind(0), strict=True)},
+        **{f"steps_{name}": count for name, count in zip(ENTROPIES, steps.unbind(0), strict=True)},
+        **{f"entropy_{name}": mean for name, mean in zip(ENTROPIES, entropies.unbind(0), strict=True)},
     }
     counts = metric_row(
         {
@@ -218,6 +219,7 @@ def minibatch_row(
             "nonfinite_logits": ran & ~finite_logits,
             "optimizer_steps": takes,
         }
+        | ({"stored_log_prob_error": ratios.largest_change} if first else {})
     )
     return torch.where(counts.isnan(), torch.where(takes, metric_row(numbers), torch.nan), counts)
 
@@ -386,11 +388,12 @@ def _run_epochs(
     order_KN = permutation(
         run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), buffer.num_envs, episode=update_index, t=epochs
     )
-    stopped, rows = torch.zeros((), dtype=torch.bool, device=device), []
+    stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
     for epoch, order_N in zip(epochs.unbind(0), order_KN.unbind(0), strict=True):
-        results = []
+        results = list[MinibatchResult]()
         for hosts in order_N.tensor_split(groups):
-            results.append(_train_minibatch(agent, buffer.sequences(hosts), config, weights, lr, stopped))
+            batch, first = buffer.sequences(hosts), not rows and not results
+            results.append(_train_minibatch(agent, batch, config, weights, lr, stopped, first=first))
             agent.optimizer = results[-1].optimizer
         weight = torch.stack([result.kl_weight for result in results]).sum()
         kl = torch.stack([result.kl_sum for result in results]).sum() / weight
@@ -408,6 +411,8 @@ def _train_minibatch(
     weights: LossWeights,
     lr: float,
     stopped: Bool[Tensor, ""],
+    *,
+    first: bool,
 ) -> MinibatchResult:
     """Loss, gradient and a masked optimizer step."""
     parameters = list(agent.network.parameters())
@@ -431,7 +436,15 @@ def _train_minibatch(
     return MinibatchResult(
         optimizer=optimizer,
         metrics=minibatch_row(
-            x, losses, statistics, norm, ran=~stopped, finite_logits=finite_logits, finite=finite, takes=takes
+            x,
+            losses,
+            statistics,
+            norm,
+            first=first,
+            ran=~stopped,
+            finite_logits=finite_logits,
+            finite=finite,
+            takes=takes,
         ),
         kl_sum=torch.where(takes, statistics.approx_kl * steps, 0.0),
         kl_weight=torch.where(takes, steps, 0.0),

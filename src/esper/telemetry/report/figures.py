@@ -77,6 +77,25 @@ def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[P
     return figure
 
 
+Course = tuple[str, Sequence[float], Sequence[float], bool]
+"""A candidate of a growth: its name, the FLOPs spent on it after each step, its points then, and whether it is kept."""
+
+
+def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure:
+    """The candidates of one or more methods of growth, points against FLOPs, the kept one of each in colour."""
+    figure = Figure(figsize=(9.0, 5.5), facecolor="white")
+    FigureCanvasAgg(figure)
+    ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
+    dress(ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept")
+    for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
+        for name, spent, points, kept in courses:
+            label = f"{method}: {name}, {points[-1]:.2f}" if kept else None
+            ax.plot(spent, points, color=color, label=label, linewidth=2.2 if kept else 1.2, alpha=1.0 if kept else 0.3)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
+    ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
 def dress(ax: Axes, title: str, note: str) -> None:
     """A heading instead of axis labels, and few lines."""
     ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=20)

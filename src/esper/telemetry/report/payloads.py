@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of
-from esper.leyline.lifecycle import HEADS, LifecycleOp
+from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
 from esper.telemetry.anomalies import RULES
 from esper.telemetry.record.reader import evaluation_files
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
@@ -493,11 +493,11 @@ CHARTS = {
     "KL divergence": ("approx_kl",),
     "Clipped share of ratios": ("clip_fraction",),
     "Explained variance of the critic": ("explained_variance",),
-    "Entropy of each head, 1 = uniform": tuple(f"entropy_{head.name}" for head in HEADS),
+    "Entropy of the operation and of all it is done with, 1 = uniform": ("entropy_op", "entropy_parameters"),
+    "Entropy of each other head, 1 = uniform": tuple(f"entropy_{name}" for name in HEAD_NAMES if name != "op"),
     "Gradient norm before clipping": ("grad_norm",),
     "Policy loss": ("policy_loss",),
     "Value loss": ("value_loss",),
-    "Largest probability ratio": ("ratio_max",),
 }
 """Charts of PPO by title, with their columns of `updates`."""
 

@@ -4,6 +4,8 @@ import warnings
 from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost
@@ -34,15 +36,19 @@ Taken = Literal["native", "fused", "streamed"]
 
 
 def network_executor(
-    config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
+    config: EngineConfig,
+    task: TaskSpec,
+    dataset: Dataset,
+    device: torch.device,
+    lr_factors: Float[Tensor, " N"] | None = None,
 ) -> tuple[NetworkExecutor, Taken]:
-    """The executor for hosts that are networks, in this process, and its name.
+    """The executor for hosts that are networks, in this process, and its name; `lr_factors` as in `HostData`.
 
     Raises:
         ConfigError: "fused" with a host that cannot be stacked; "native" with a host or objective
             that it has no rule for, on a GPU, in less than float32, or without a C++ compiler.
     """
-    data = _host_data(config, task, dataset, device)
+    data = _host_data(config, task, dataset, device, lr_factors)
     if config.executor == "native" and (problem := native_problem(data)):
         raise ConfigError(f"executor is 'native', but {problem}.")
     if config.executor != "auto":
@@ -82,7 +88,9 @@ def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
     return batch_bounds(count, task.batch_train, task.last_batch)
 
 
-def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:
+def _host_data(
+    config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device, lr_factors: Tensor | None
+) -> HostData:
     """N hosts of the task with their data; objective and host are tried on two examples."""
     assert task.host is not None
     (x, y), spec = examples(dataset, 2), task.host
@@ -110,7 +118,9 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         batches_per_step=task.batches_per_step,
         last_batch=task.last_batch,
         scaler=scaler,
+        episode_length=config.episode_length,
         instances=task.instances,
+        lr_factors=lr_factors,
     )
 
 

@@ -526,7 +526,7 @@ class FusedExecutor(NetworkExecutor):
         p, data = self.population, self.data
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor)
+        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
         of_slots = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)

@@ -8,7 +8,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
-from esper.kasmina.parameters.optimizers import host_decay_mask
+from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import SeedStage
@@ -26,7 +26,7 @@ from esper.leyline.objective import Objective, Scores
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
-from esper.tasks.losses import of_split
+from esper.tasks.losses import of_measuring, of_split
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions, PrefixPlan, plan_prefixes
 from esper.tolaria.engine_config import LossScaler
@@ -56,14 +56,18 @@ class HostData:
         batch_train, batch_val: examples per batch and host.
         batches_per_step: of training; None for the whole split. last_batch: of the whole split in training.
         scaler: precision of training.
+        episode_length: control steps over which the learning rates follow their schedule.
         instances: what makes hosts differ; None for equal ones.
+        lr_factors: [N] multiply the learning rates of each host and its seeds; None for 1.
 
     Attributes:
-        objective: that of training. objectives: the same by split, because R² depends on the split's targets.
+        objective: that of training. objectives: those of measuring by split, because R² depends on its targets.
         structure: of the last `apply_structure`. episode: of the last `reset`.
         execution_order: slots in the order in which the network runs them.
         decay_mask: [P] elements of a host that decoupled weight decay applies to.
-        lr_factor: [N] of the learning rates in this episode; None for 1.
+
+    Raises:
+        ConfigError: the schedule of the learning rates does not fit the episode.
     """
 
     def __init__(
@@ -75,25 +79,29 @@ class HostData:
         batch_train: int,
         batch_val: int,
         scaler: LossScaler,
+        episode_length: int,
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
+        lr_factors: Float[Tensor, " N"] | None = None,
     ) -> None:
+        population.optimizer_spec.require_length(episode_length)
         self.population, self.dataset, self.scaler = population, dataset, scaler
-        self.batch_train, self.batch_val = batch_train, batch_val
+        self.batch_train, self.batch_val, self.episode_length = batch_train, batch_val, episode_length
         p = population
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches(batch_val, "val")
-        self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
-        self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
+        self.objective = of_split(objective, self._train.data.y)
+        self._measured_by = of_measuring(objective)
+        self.objectives: dict[SplitName, Objective] = {"val": of_split(self._measured_by, self._val.data.y)}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters
         self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
-        self.lr_factor: Float[Tensor, " N"] | None = None
+        self._given_factors = None if lr_factors is None else lr_factors.to(population.device)
         self._distribution = instances
         self._instances: Instances | None = None
 
@@ -111,7 +119,7 @@ class HostData:
             return
         p = self.population
         drawn = self._distribution.draw(p.run_seed, p.host_ids, self.episode, self.dataset)
-        self._instances, self.lr_factor = drawn, drawn.lr_factor
+        self._instances = drawn
         self._train.choose(drawn.train)
         self._val.choose(drawn.val)
 
@@ -125,6 +133,21 @@ class HostData:
         p.snapshot_seeds(structure.keep)
         self.structure = structure
 
+    def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:
+        """What multiplies the learning rates of each host and its seeds in step `t`; None for 1.
+
+        The product of the schedule, of the host's instance, and of what this engine was given.
+        """
+        p, factors = self.population, list[Tensor]()
+        if p.optimizer_spec.is_scheduled:
+            factor = schedule_factor(p.optimizer_spec, t, self.episode_length)
+            factors.append(torch.full((p.num_envs,), factor, device=p.device))
+        if self._instances is not None:
+            factors.append(self._instances.lr_factor)
+        if self._given_factors is not None:
+            factors.append(self._given_factors)
+        return reduce(torch.mul, factors) if factors else None
+
     def train_batches(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
         self.population.moment.episode, self.population.moment.t = self.episode, t
@@ -136,7 +159,7 @@ class HostData:
         if split == "val":
             return self._val
         batches = self._batches(self.batch_val, "test")
-        self.objectives["test"] = of_split(self.objective, batches.data.y)
+        self.objectives["test"] = of_split(self._measured_by, batches.data.y)
         if self._instances is not None:
             batches.choose(self._instances.test)
         return batches

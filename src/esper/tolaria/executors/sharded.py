@@ -29,6 +29,7 @@ from typing import Any, TypeVar, final
 import cloudpickle
 import numpy as np
 import torch
+from torch import Tensor
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.rules.slot_fields import empty_slots
@@ -53,7 +54,7 @@ class Shard:
     """What a worker builds its executor from; made by `shard_of`.
 
     `config` covers the worker's own hosts. `blueprints` are those that users registered; `names` lists all blueprints
-    in order, because the blueprint head chooses by position.
+    in order, because the blueprint head chooses by position. `lr_factors` [n] are those of `HostData`, None for 1.
     """
 
     config: EngineConfig
@@ -62,12 +63,14 @@ class Shard:
     threads: int
     blueprints: tuple[AbstractBlueprint, ...]
     names: tuple[str, ...]
+    lr_factors: Tensor | None = None
 
 
-def shard_of(config: EngineConfig, task: TaskSpec, dataset: Dataset) -> Shard:
+def shard_of(config: EngineConfig, task: TaskSpec, dataset: Dataset, lr_factors: Tensor | None = None) -> Shard:
     """A shard that can be pickled, with as many threads as this process; it contains the data instead of a loader."""
     without_loader = replace_field(task, load=_no_loader)
-    return Shard(config, without_loader, dataset, torch.get_num_threads(), registry.own(), registry.names())
+    blueprints = registry.own(), registry.names()
+    return Shard(config, without_loader, dataset, torch.get_num_threads(), *blueprints, lr_factors)
 
 
 def _no_loader(folder: Path | None, run_seed: int) -> Dataset:
@@ -172,7 +175,7 @@ def _build(pipe: Connection) -> ShardRunner:
         registry.ensure(blueprint)
     assert registry.names() == shard.names, f"blueprints {registry.names()}, in the main process {shard.names}"
     torch.set_num_threads(shard.threads)
-    executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU)
+    executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU, shard.lr_factors)
     return ShardRunner(executor, shard.config)
 
 
@@ -308,7 +311,9 @@ class ShardedExecutor:
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`, saved with any number of workers."""
         # copies: a pickled view would carry all rows
-        self._call("load_state_dict", lambda begin, end: (rows_of(state, self.num_envs, begin, end, "executor"),))
+        self._call(
+            "load_state_dict", lambda begin, end: (rows_of(state, self.num_envs, range(begin, end), "executor"),)
+        )
 
     def close(self) -> None:
         """End the workers; also done when the executor is garbage collected."""

@@ -58,7 +58,7 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     p = data.population
     hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
     rows = begin_training(p, data.structure)
-    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor)
+    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
     train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> Scores:

@@ -299,7 +299,7 @@ class StackedOptimizer:
     Args:
         population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
         scaler: precision of training. decay_mask: elements of a host that are decayed.
-        lr_factor: factors of the learning rates of each host and its seeds, None for 1.
+        lr_factors: what multiplies the learning rates of each host and its seeds in this step, None for 1.
     """
 
     def __init__(
@@ -309,11 +309,11 @@ class StackedOptimizer:
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
-        lr_factor: Float[Tensor, " N"] | None = None,
+        lr_factors: Float[Tensor, " N"] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
-        self._scaler, self._decay_mask, self._lr_factor = scaler, decay_mask, lr_factor
+        self._scaler, self._decay_mask, self._lr_factors = scaler, decay_mask, lr_factors
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
 
@@ -338,7 +338,7 @@ class StackedOptimizer:
         spec = self._spec
         host_clip, seed_clip = (clip_factor(norm, spec.grad_clip) for norm in (host_norm, seed_norm))
         gate_clip = seed_clip[self._gate_of]
-        factor = self._lr_factor
+        factor = self._lr_factors
         self._step(self._hosts, host_clip, _rates(spec.host_lr, factor), self._decay_mask, finite)
         if len(self._seed_host):
             finite_R = None if finite is None else finite[self._seed_host]

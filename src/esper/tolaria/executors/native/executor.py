@@ -21,6 +21,7 @@ from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
 from esper.tasks.datasets.images import CropAndFlip
+from esper.tasks.losses import Classification
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors import streamed
@@ -55,10 +56,11 @@ class NativeExecutor(NetworkExecutor):
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
         assert isinstance(data.host, CNNHost), "choice.native_problem refuses other hosts"
+        assert isinstance(data.objective, Classification), "choice.native_problem refuses other objectives"
         self._classes = data.host.spec.classes
         for split in ("train", "val"):
             self._check_labels(split)
-        self._programs = Programs(self.population, *data.host.image_size)
+        self._programs = Programs(self.population, *data.host.image_size, data.objective.label_smoothing)
         self.refused = self._programs.refused
         self._machine = Machine(threads=threads)
         inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
@@ -103,8 +105,9 @@ class NativeExecutor(NetworkExecutor):
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
-        lr_factor = torch.ones(p.num_envs) if data.lr_factor is None else data.lr_factor.contiguous()
-        spaces = training_spaces(p, alpha, hosts, rows, self._decay, lr_factor)
+        lr_factors = data.lr_factors(t)
+        lr_factors = torch.ones(p.num_envs) if lr_factors is None else lr_factors.contiguous()
+        spaces = training_spaces(p, alpha, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 2, dtype=torch.float64)
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)

@@ -258,13 +258,16 @@ def host_problem(host: nn.Module) -> str | None:
 
 
 def training_program(
-    layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec | None = None
+    layout: HostLayout,
+    seeds: Mapping[str, ActiveSeed],
+    optimizer: OptimizerSpec | None = None,
+    label_smoothing: float = 0.0,
 ) -> Program:
     """Forward and backward of one batch of a host with these seeds, by slot id, and a step of the optimizer, if any."""
     a = Assembler(trainable=True)
     (logits,), backward = _forward(a, layout, seeds, {slot_id: ((), (0,)) for slot_id in seeds})
     grad = a.rows(logits.channels)
-    _loss(a, logits, 0, grad)
+    _loss(a, logits, 0, grad, label_smoothing)
     backward(grad, False)
     if optimizer is not None:
         _step(a, layout, seeds, optimizer)
@@ -330,9 +333,9 @@ def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Featur
     )
 
 
-def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None:
-    labels, totals = Place(Space.LABELS, 0), Place(Space.TOTALS, 2 * state)
-    a.emit(Operation.CROSS_ENTROPY, logits.rows, labels, totals, grad, sizes=(logits.channels,))
+def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None, smoothing: float = 0.0) -> None:
+    operands = logits.rows, Place(Space.LABELS, 0), Place(Space.TOTALS, 2 * state), grad
+    a.emit(Operation.CROSS_ENTROPY, *operands, sizes=(logits.channels,), numbers=(smoothing,))
 
 
 def _step(a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> None:
@@ -429,7 +432,7 @@ class Programs:
         ConfigError: the host has no rule.
     """
 
-    def __init__(self, population: Population, height: int, width: int) -> None:
+    def __init__(self, population: Population, height: int, width: int, label_smoothing: float = 0.0) -> None:
         self._points, host = population.points, population.host_module
         if reason := host_problem(host):
             raise ConfigError(
@@ -448,7 +451,7 @@ class Programs:
             if reason is not None:
                 self.refused[names[index]] = reason
         self._runnable = [_NOTHING, *(index for index, name in names.items() if name not in self.refused)]
-        self._optimizer = population.optimizer_spec
+        self._optimizer, self._smoothing = population.optimizer_spec, label_smoothing
         self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
         self.step = lru_cache(CACHED_PROGRAMS)(self._write_step)
         self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
@@ -459,7 +462,7 @@ class Programs:
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""
-        return training_program(self._host, self._active(code), self._optimizer)
+        return training_program(self._host, self._active(code), self._optimizer, self._smoothing)
 
     def _write_step(self, code: bytes) -> Program:
         """The optimizer step of such a host."""
@@ -520,12 +523,12 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
 
 
 def training_spaces(
-    population: Population, alpha: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor, lr_factor: Tensor
+    population: Population, alpha: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor, lr_factors: Tensor
 ) -> Spaces:
-    """The same for a train pass, in which trained rows lie in working copies; `decay`, `lr_factor` [N] are float32."""
+    """The same for a train pass, in which trained rows lie in working copies; `decay`, `lr_factors` [N] are float32."""
     spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
     spaces.share(Space.DECAY, decay)
-    spaces.rows(Space.RATE, lr_factor)
+    spaces.rows(Space.RATE, lr_factors)
     _trained(spaces, hosts, Space.HOST, everyone, everyone)
     for s in range(population.num_slots):
         for working, kind, own, of_host in _rows_of_slot(rows, s):

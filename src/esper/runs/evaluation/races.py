@@ -1,0 +1,315 @@
+"""Several trainings of one host, of which validation keeps one: what a loop over them reaches, and what it spends.
+
+    portfolio      some structures, each trained to the end
+    halving        all of them start; at each rung the worse half of those that are left stops (Li et al., "Hyperband",
+                   2018)
+    random_search  a portfolio of random structures, others on each host
+    best of k      a portfolio of k runs of one controller
+
+Each is a *race*: candidates, rungs (steps), and the best one that reaches the end, by 100·J with validation. Test is
+read for that one alone. Hosts do not influence each other and every draw is keyed by the host, so a candidate that
+stops at a rung is one that was run to its end and is read as far as the rung. So every candidate is run once, and any
+race over it is computed from its curve.
+
+Shape legend: N = hosts, T = steps, K = all candidates, C = those of a race, R = its rungs and the end, B = races.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from esper.leyline.architecture import Architecture, PlacedSeed
+from esper.leyline.errors import ConfigError
+from esper.leyline.files import replacing
+from esper.leyline.lifecycle import Algorithm
+from esper.leyline.messages import EngineSpec
+from esper.leyline.random import Stream, permutation
+from esper.runs.evaluation.results import HALVING, PORTFOLIO, SEARCHED, Outcome, TrainingCost
+from esper.runs.evaluation.tables import counted, short
+from esper.simic.rewards.objective import objective_value
+from esper.simic.rewards.reward_config import RewardConfig
+from esper.tolaria.state import RolloutCost
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Candidates on the same hosts: 100·J by validation [K, T, N], and the FLOPs spent so far [K, T, N].
+
+    The last J is that of the network that is kept. The others hold for structures that are there from step 1 on.
+    """
+
+    worth: Float[np.ndarray, "K T N"]
+    spent: Float[np.ndarray, "K T N"]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], weights: RewardConfig) -> "Curves":
+        """The curves of networks; an accuracy that is not a number counts as 0, as in the reward."""
+        worth, spent = [], []
+        for outcome in outcomes:
+            stats = outcome.stats
+            assert outcome.cost is not None, f"{outcome.name} was not run on networks"
+            val = np.nan_to_num(
+                np.concatenate((outcome.val[:-1], stats.committed_acc[None])).astype(np.float64), nan=0.0
+            )
+            worth.append(100.0 * objective_value(val, stats.fossil_params, stats.host_params, weights))
+            spent.append(outcome.cost.steps.cumsum(axis=0))
+        return cls(np.stack(worth), np.stack(spent))
+
+    def at(self, rungs: Sequence[int]) -> "Curves":
+        """The same after the steps `rungs` and at the end, T = R."""
+        rows = [step - 1 for step in rungs] + [self.worth.shape[1] - 1]
+        return Curves(self.worth[:, rows], self.spent[:, rows])
+
+
+def race(
+    worth: Float[np.ndarray, "*B C R N"],
+) -> tuple[Int[np.ndarray, "*B N"], Int[np.ndarray, "*B C N"]]:
+    """The candidate that is kept on each host, and the rung at which each candidate stops: R - 1 is the end.
+
+    Of m candidates that are left at a rung, max(m // 2, 1) go on. Of equally good ones the first go on.
+    """
+    candidates, rungs = worth.shape[-3:-1]
+    runs = np.ones((*worth.shape[:-2], worth.shape[-1]), dtype=np.bool_)
+    stopped = np.full(runs.shape, rungs - 1)
+    left = candidates
+    for rung in range(rungs - 1):
+        if left == 1:
+            break
+        left //= 2
+        order = np.where(runs, -worth[..., rung, :], np.inf).argsort(axis=-2, kind="stable")
+        goes_on = order.argsort(axis=-2) < left
+        stopped[runs & ~goes_on] = rung
+        runs &= goes_on
+    return np.where(runs, worth[..., -1, :], -np.inf).argmax(axis=-2), stopped
+
+
+def raced(name: str, outcomes: Sequence[Outcome], weights: RewardConfig, rungs: Sequence[int] = ()) -> Outcome:
+    """The outcome of a race: the candidate that each host keeps, with all that was spent on the host.
+
+    Args:
+        name: of the result.
+        outcomes: of the candidates, on the same hosts.
+        weights: of J.
+        rungs: steps in rising order, before the last one.
+    """
+    curves = Curves.of(outcomes, weights)
+    steps = curves.worth.shape[1]
+    chosen_N, rung_CN = race(curves.at(rungs).worth)
+    last_CN = np.array([*rungs, steps])[rung_CN]
+    ran_CTN = np.arange(1, steps + 1)[:, None] <= last_CN[:, None]
+    hosts = np.arange(len(chosen_N))
+
+    def kept(values: Sequence[np.ndarray]) -> np.ndarray:
+        found: np.ndarray = np.stack(values)[chosen_N, hosts]
+        return found
+
+    stats = [outcome.stats for outcome in outcomes]
+    own = {f.name: getattr(stats[0], f.name) for f in fields(stats[0])}
+    arrays: dict[str, Any] = {
+        of: kept([getattr(one, of) for one in stats]) for of, x in own.items() if isinstance(x, np.ndarray)
+    }
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
+    return Outcome(
+        name=name,
+        stats=replace(stats[0], **arrays, cost=_together([one.cost for one in stats])),
+        test_acc=kept([outcome.test_acc for outcome in outcomes]),
+        val=np.stack([outcome.val for outcome in outcomes])[chosen_N, :, hosts].T,
+        grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
+        cost=TrainingCost(
+            per_example=kept([cost.per_example for cost in costs]),
+            training=(np.stack([cost.training for cost in costs]) * ran_CTN).sum(axis=0),
+            measuring=(np.stack([cost.measuring for cost in costs]) * ran_CTN).sum(axis=0),
+        ),
+    )
+
+
+def _together(costs: Sequence[RolloutCost]) -> RolloutCost:
+    """The sum, also of what a race would have stopped: this is what was run here."""
+    return RolloutCost(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(RolloutCost)})
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def of_seeds(seeds: Sequence[tuple[int, int]], spec: EngineSpec) -> Architecture:
+    """The structure with these seeds, (slot, blueprint) indices in the order of the slots, each added to its host."""
+    names = spec.slot_ids, spec.blueprint_names
+    return Architecture(tuple(PlacedSeed(names[0][s], names[1][b], Algorithm.ADD.name) for s, b in seeds))
+
+
+def single_seeds(spec: EngineSpec) -> list[tuple[int, int]]:
+    """Each blueprint in each slot, as (slot, blueprint) indices."""
+    return list(product(range(spec.num_slots), spec.selectable))
+
+
+def random_structures(spec: EngineSpec) -> Iterator[tuple[Architecture, ...]]:
+    """All structures of no, one or two seeds, in a random order for each host; one for every host at a time."""
+    singles = single_seeds(spec)
+    pairs = [pair for pair in combinations(singles, 2) if pair[0][0] != pair[1][0]]
+    known = [of_seeds(seeds, spec) for seeds in ((), *((seed,) for seed in singles), *pairs)]
+    order_NK = permutation(spec.run_seed, Stream.RANDOM_STRUCTURES, spec.host_ids().cpu(), len(known))
+    for row in order_NK.T.tolist():
+        yield tuple(known[i] for i in row)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RacePlan:
+    """A portfolio, or with rungs a halving.
+
+    Attributes:
+        structures: the candidates. rungs: steps at which the worse half stops.
+        flops, objective: per host, means over the training hosts on which it was found.
+    """
+
+    structures: tuple[Architecture, ...]
+    rungs: tuple[int, ...] = ()
+    flops: float
+    objective: float
+
+    @property
+    def words(self) -> str:
+        """The plan in a line."""
+        number = counted(len(self.structures), "structure")
+        rungs = f", the worse half stops at step {' and '.join(map(str, self.rungs))}" if self.rungs else ""
+        named = "; ".join(" + ".join(one.lines) or "none" for one in self.structures)
+        return f"{number}{rungs}: {named.replace(f' {Algorithm.ADD.name}', '')}"
+
+
+Plans = Mapping[str, Sequence[RacePlan]]
+"""The plans of `portfolio` and `halving`, each better and more expensive than the one before it."""
+
+MOST_CANDIDATES = 12
+"""Of a plan."""
+_MOST_RUNGS = 3
+_RUNGS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.7)
+"""Where rungs are tried, in shares of an episode."""
+
+
+def best_plans(curves: Curves, structures: Sequence[Architecture]) -> Plans:
+    """The plans that no plan of equal or lower cost beats, on these (training) hosts.
+
+    For all rungs that are tried, candidates are added one by one: that which raises mean J most, and once more, from
+    the cheapest on, that which raises it most per FLOP (the two greedy orders of cost-effective submodular selection,
+    Leskovec et al., 2007).
+    """
+    length = curves.worth.shape[1]
+    steps = sorted({round(share * length) for share in _RUNGS} - {0, length})
+    halving = [rungs for number in range(1, _MOST_RUNGS + 1) for rungs in combinations(steps, number)]
+    return {PORTFOLIO: _front(curves, structures, [()]), HALVING: _front(curves, structures, halving)}
+
+
+def _front(
+    curves: Curves, structures: Sequence[Architecture], several: Sequence[tuple[int, ...]]
+) -> tuple[RacePlan, ...]:
+    """The plans with these rungs that are better than every cheaper one, the cheapest first."""
+    plans = [
+        RacePlan(structures=tuple(structures[k] for k in members), rungs=rungs, flops=flops, objective=objective)
+        for rungs in several
+        for by_price in (False, True)
+        for members, objective, flops in _added(curves.at(rungs), by_price=by_price)
+    ]
+    best, found = -math.inf, list[RacePlan]()
+    for plan in sorted(plans, key=lambda plan: (plan.flops, -plan.objective)):
+        if plan.objective > best and (len(plan.structures) > 1 or not plan.rungs):
+            best = plan.objective
+            found.append(plan)
+    return tuple(found)
+
+
+def _added(curves: Curves, *, by_price: bool) -> Iterator[tuple[list[int], float, float]]:
+    """Members, mean J and mean FLOPs of a race that gets one candidate more each time; `curves` are at its rungs."""
+    members, objective, flops = list[int](), 0.0, 0.0
+    while len(members) < min(MOST_CANDIDATES, len(curves.worth)):
+        others = [k for k in range(len(curves.worth)) if k not in members]
+        races_BC = np.array([[*members, k] for k in others])
+        worth_BCRN, spent_BCRN = curves.worth[races_BC], curves.spent[races_BC]
+        chosen_BN, rung_BCN = race(worth_BCRN)
+        worth_B = np.take_along_axis(worth_BCRN[:, :, -1], chosen_BN[:, None], axis=1).mean(axis=(1, 2))
+        spent_B = np.take_along_axis(spent_BCRN, rung_BCN[:, :, None], axis=2).sum(axis=1).mean(axis=(1, 2))
+        if not by_price:
+            best = int(worth_B.argmax())
+        elif members:
+            best = int(((worth_B - objective) / np.maximum(spent_B - flops, 1.0)).argmax())
+        else:
+            best = int(spent_B.argmin())
+        members = [*members, others[best]]
+        objective, flops = float(worth_B[best]), float(spent_B[best])
+        yield members, objective, flops
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+FORMAT = "esper plans 1"
+
+
+def write_plans(path: Path, plans: Plans, task: str, episode_length: int, found: Mapping[str, object]) -> None:
+    """Write the file atomically.
+
+    Args:
+        path: the file; replaced if it exists.
+        plans: of `best_plans`.
+        task: for which they were found.
+        episode_length: its control steps.
+        found: how they were found: plain values for the reader of the file.
+    """
+
+    def tree(plan: RacePlan) -> dict[str, Any]:
+        structures = [list(structure.lines) for structure in plan.structures]
+        return {"flops": plan.flops, "objective": plan.objective, "rungs": plan.rungs, "structures": structures}
+
+    values = {"format": FORMAT, "task": task, "episode_length": episode_length, "found": dict(found)}
+    with replacing(path) as file:
+        json.dump(values | {name: [tree(plan) for plan in plans[name]] for name in SEARCHED}, file, indent=1)
+        file.write("\n")
+
+
+def is_plans(path: Path) -> bool:
+    """Whether the file says that it holds plans."""
+    return path.is_file() and FORMAT in path.read_text(encoding="utf-8", errors="replace")[:100]
+
+
+def read_plans(path: Path, task: str, episode_length: int) -> Plans:
+    """The plans of a file; raises ConfigError if it is malformed, or of another task or length."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        of = values["task"], values["episode_length"]
+        plans = {name: tuple(_plan(tree) for tree in values[name]) for name in SEARCHED}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} does not hold plans of races ({type(error).__name__}: {error}); use a file that `esper search "
+            "--portfolio` wrote."
+        ) from error
+    if of != (task, episode_length):
+        raise ConfigError(
+            f"the plans of {path} were searched for task {of[0]!r} with {of[1]} steps, so their FLOPs do not hold for "
+            f"{task!r} with {episode_length}; search them with `esper search --portfolio`."
+        )
+    return plans
+
+
+def _plan(tree: Mapping[str, Any]) -> RacePlan:
+    structures = tuple(Architecture.of_lines(lines) for lines in tree["structures"])
+    rungs = tuple(int(step) for step in tree["rungs"])
+    return RacePlan(structures=structures, rungs=rungs, flops=float(tree["flops"]), objective=float(tree["objective"]))
+
+
+def plan_within(plans: Sequence[RacePlan], name: str, budget: float) -> RacePlan:
+    """The best plan that costs at most `budget` FLOPs per host; raises ConfigError if there is none."""
+    fitting = [plan for plan in plans if plan.flops <= budget]
+    if not fitting:
+        raise ConfigError(
+            f"the cheapest plan of {name} takes {short(plans[0].flops)} FLOPs per host, more than the budget of "
+            f"{short(budget)}; raise it, or leave {name} out."
+        )
+    return fitting[-1]

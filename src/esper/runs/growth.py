@@ -1,0 +1,683 @@
+"""Growth within a budget: many candidates begin, weak ones stop, and what they would have cost trains the others.
+
+A candidate is the network of the task with permanent seeds (an `Architecture`) and a factor of its learning rate. All
+candidates are rows of one engine, with the same initial weights and the same order of examples, so that they differ in
+what grew alone. At the end of a `Stage` most of them stop, and some are continued by copies that have one more seed.
+
+    method          begins with                               at the end of a stage
+    plain           the network alone, three learning rates   -
+    portfolio       some architectures                        -
+    halving         more architectures                        the best third goes on (Li et al. 2018, arXiv 1603.06560)
+    hill_climbing   the network alone                         the best goes on, with copies that have one more seed
+                                                              (Elsken et al. 2017, arXiv 1711.04528)
+
+Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
+one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
+reproducible; one of minutes depends on the machine.
+
+Learning rates fall by a cosine, unless the task has a schedule of its own.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, final, get_args
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from esper.export.grown import GrownSeed
+from esper.export.grown import plain as as_module
+from esper.export.network import GrownNetwork
+from esper.export.network import flops as flops_of
+from esper.kasmina.hosts.host import Host
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.architecture import Architecture, PlacedSeed
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.random import MAX_EPISODE_LENGTH
+from esper.leyline.settings import Positive, check_fields
+from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.clients import baseline_of
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain as plain_values
+from esper.runs.evaluation import tables
+from esper.runs.evaluation.outcomes import BACKWARD
+from esper.runs.evaluation.tables import counted, plain_table, short
+from esper.runs.training.checkpoint import read_state, write_state
+from esper.tasks.datasets import Dataset
+from esper.telemetry.progress import duration
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.choice import training_bounds
+from esper.tolaria.memory import predict
+from esper.tolaria.runtime import host_read
+from esper.tolaria.state import StepReport
+
+Method = Literal["auto", "plain", "portfolio", "halving", "hill_climbing"]
+METHODS: tuple[Method, ...] = get_args(Method)
+Keep = Literal["last", "best"]
+
+RATES = (1.0, 1 / 3, 3.0)
+"""Factors of the learning rate of the network alone."""
+PLAIN_RUNS = 3.0
+"""Trainings of the network alone that growth may cost if no budget is given."""
+_SMOOTHED = 3
+"""Steps whose mean figure of merit decides at the end of a stage."""
+_IN_TIME = 0.95
+"""Share of the minutes that are planned; the rest is for building engines and for the test."""
+_AFFORDABLE = 0.8
+"""Share of the budget that one candidate may cost that is trained to the end."""
+SAVE_EVERY = 30.0
+"""Seconds between two files of the state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What growth may spend; None is no limit.
+
+    Attributes:
+        minutes: on this machine, from the first step. flops: of training and measuring all candidates together.
+        params: of the network that is kept.
+    """
+
+    minutes: Positive | None = None
+    flops: Positive | None = None
+    params: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "budget")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Permanent seeds, and a factor of the learning rate."""
+
+    architecture: Architecture = Architecture()  # noqa: RUF009 -- a frozen value
+    rate: float = 1.0
+
+    def __str__(self) -> str:
+        slots: dict[str, list[str]] = {}
+        for seed in self.architecture.slots:
+            slots.setdefault(seed.blueprint, []).append(seed.slot)
+        grown = "; ".join(f"{blueprint} in {', '.join(of)}" for blueprint, of in slots.items()) or "the network alone"
+        return grown + (f"; learning rate x {self.rate:.2g}" if self.rate != 1.0 else "")
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """A line of the leaderboard: a candidate, how far it came, and what it cost.
+
+    Attributes:
+        candidate: what was trained. params: its parameters. flops: of one example in a forward pass.
+        val, loss: on the validation examples after each step, those of the entry that it is a copy of included.
+        spent: FLOPs of its own steps. parent: number of the entry that it is a copy of. born: steps of that one.
+    """
+
+    candidate: Candidate
+    params: int
+    flops: float
+    val: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    spent: float = 0.0
+    parent: int | None = None
+    born: int = 0
+
+    @property
+    def of_step(self) -> float:
+        """FLOPs of one of its own steps."""
+        return self.spent / max(1, len(self.val) - self.born)
+
+    def score(self, steps: int = 1) -> float:
+        """Mean figure of merit of the last steps; -inf if there are none, or if the last loss is not finite."""
+        return float(np.mean(self.val[-steps:])) if self.val and math.isfinite(self.loss[-1]) else -math.inf
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """All candidates of a growth, the best first; prints as a table.
+
+    Attributes:
+        entries: by the mean figure of merit of their last steps. chosen: place of the one that is kept.
+        test: its figure of merit on the test examples. unit: of both. spent: FLOPs, and seconds, of all together.
+        budget: FLOPs that were allowed, or spent where minutes were.
+    """
+
+    entries: tuple[Entry, ...]
+    chosen: int
+    test: float | None
+    unit: str
+    spent: float
+    seconds: float
+    budget: float
+
+    @property
+    def pareto(self) -> tuple[int, ...]:
+        """Places of the entries than which no other has fewer parameters and a higher figure of merit."""
+        found, best = [], -math.inf
+        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.entries[i].score())):
+            if self.entries[i].score() > best:
+                found.append(i)
+                best = self.entries[i].score()
+        return tuple(sorted(found))
+
+    @property
+    def courses(self) -> list[tuple[str, list[float], list[float], bool]]:
+        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, if it is kept."""
+        return [
+            (
+                str(entry.candidate),
+                [entry.of_step * (i + 1 + entry.born) for i in range(len(entry.val) - entry.born)],
+                entry.val[entry.born :],
+                i == self.chosen,
+            )
+            for i, entry in enumerate(self.entries)
+        ]
+
+    def __str__(self) -> str:
+        page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
+        rows = [
+            (entry, self.test if i == self.chosen else None, i in self.pareto) for i, entry in enumerate(self.entries)
+        ]
+        for entry, test, pareto in rows:
+            page.add_row(
+                str(entry.candidate),
+                str(len(entry.val)),
+                f"{entry.score():.2f}",
+                "" if test is None else f"{test:.2f}",
+                f"{entry.params:,}",
+                *(short(value) for value in (entry.flops, entry.spent)),
+                "*" * pareto,
+            )
+        return (
+            f"{tables.text(lambda console: console.print(page))}\nval, test: {self.unit}; FLOPs of one example, and "
+            "spent on the candidate; *: none has fewer parameters and more points.\n"
+            f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
+        )
+
+    __repr__ = __str__
+
+
+def compared(boards: Mapping[str, Leaderboard]) -> str:
+    """The networks that several methods keep, as a table."""
+    page = plain_table("method", "val", "test", "parameters", "FLOPs", "spent", fold=True)
+    for name, board in boards.items():
+        kept = board.entries[board.chosen]
+        test = "" if board.test is None else f"{board.test:.2f}"
+        sizes = (short(value) for value in (kept.flops, board.spent))
+        page.add_row(f"{name}: {kept.candidate}", f"{kept.score():.2f}", test, f"{kept.params:,}", *sizes)
+    return tables.text(lambda console: console.print(page))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Until this share of all steps these candidates are trained: the best ones so far, and new ones.
+
+    Attributes:
+        until: share of all steps. kept: how many go on from the stage before. new: how many copies of the best have one
+            more seed.
+    """
+
+    until: float
+    kept: int
+    new: int = 0
+
+
+def halving_stages(count: int, factor: int = 3) -> tuple[Stage, ...]:
+    """Successive halving: of `count` candidates a third is left at a third of the steps, a ninth of them at a ninth."""
+    sizes = [count]
+    while sizes[-1] > 1:
+        sizes.append(max(1, sizes[-1] // factor))
+    return tuple(Stage(factor ** -(len(sizes) - 1 - i), size) for i, size in enumerate(sizes))
+
+
+def climbing_stages(climbs: int, neighbours: int) -> tuple[Stage, ...]:
+    """Hill climbing: after each of `climbs` equal parts of the first two thirds the best goes on beside its copies."""
+    until = [(i + 1) / (climbs + 1) * 2 / 3 for i in range(climbs + 1)]
+    return (Stage(until[0], 1), *(Stage(end, 1, neighbours) for end in until[1:]), Stage(1.0, 1))
+
+
+@final
+class Prices:
+    """What architectures of a task cost in parameters and FLOPs."""
+
+    def __init__(self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine) -> None:
+        task, example = config.task_spec(), dataset.as_inputs(dataset.train.x[:1].to("cpu"))
+        host, slots = task.host, engine.spec.slot_ids
+        assert host is not None, f"task {task.name!r} has no networks"
+        module = deterministic_build(lambda: host.build(slots, example))
+        assert isinstance(module, Host)
+        self._module, self._example, self._spec = module, example, engine.spec
+        (self._seed_params,) = host_read(engine.executor.costs.seed_params)
+        self._examples = (1 + BACKWARD) * training_bounds(task, dataset)[-1][1] + len(dataset.val)
+        self._added: dict[PlacedSeed, float] = {}
+        self.host_params, self._host_flops = int(engine.executor.host_params), self._flops_of([])
+
+    def _flops_of(self, seeds: Sequence[GrownSeed]) -> float:
+        return float(flops_of(as_module(self._module, seeds).module, self._module, self._example))
+
+    def flops(self, architecture: Architecture) -> float:
+        """Of one example in a forward pass."""
+        for seed in architecture.slots:
+            if seed not in self._added:
+                self._added[seed] = self._flops_of([GrownSeed(**asdict(seed))]) - self._host_flops
+        return self._host_flops + sum(self._added[seed] for seed in architecture.slots)
+
+    def params(self, architecture: Architecture) -> int:
+        """Of the network with its seeds."""
+        slots, names = self._spec.slot_ids, self._spec.blueprint_names
+        own = (self._seed_params[slots.index(seed.slot), names.index(seed.blueprint)] for seed in architecture.slots)
+        return self.host_params + int(sum(own))
+
+    def of_step(self, flops: float) -> float:
+        """FLOPs of a step of training and measuring, of a network with so many for one example."""
+        return self._examples * flops
+
+
+def longest(costs: Sequence[float], until: Sequence[float], budget: float, done: int = 0) -> int:
+    """The most steps, of which the stages end at the shares `until`, that cost at most `budget`.
+
+    Args:
+        costs: FLOPs of one step in each stage that is left.
+        until: the share of all steps at which each of them ends.
+        budget: FLOPs that are left.
+        done: steps before.
+
+    Returns:
+        At least one step for each stage, whatever that costs.
+    """
+
+    def cost(steps: int) -> float:
+        ends = stage_ends(until, steps, done)
+        return sum(of * (end - begin) for of, begin, end in zip(costs, (done, *ends), ends, strict=False))
+
+    low, high = done + len(costs), MAX_EPISODE_LENGTH
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost(middle) <= budget else (low, middle - 1)
+    return low
+
+
+def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, ...]:
+    """The step with which each stage ends; each has at least one step after the `done` ones."""
+    ends: list[int] = []
+    for i, share in enumerate(until):
+        latest = steps - (len(until) - 1 - i)
+        ends.append(max(min(round(share * steps), latest), (ends[-1] if ends else done) + 1))
+    return tuple(ends)
+
+
+@final
+class Growth:
+    """Candidates of a task that are trained side by side within a budget.
+
+    Args:
+        config: of the task. dataset, device: of `dataset_of` and `device_of`.
+        method: how candidates are chosen. budget: what they may cost. seed: key of all random draws.
+        steps: of the network that is kept, if it is not the budget that decides.
+
+    Attributes:
+        entries: every candidate so far. rows: those in training, in the order of the engine.
+        t: steps so far. steps: those that are planned. spent: FLOPs so far. seconds: so far, with those before a stop.
+
+    Raises:
+        ConfigError: the budget is too small for the method, or for the network alone.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        device: torch.device,
+        *,
+        method: Method,
+        budget: Budget,
+        seed: int = 0,
+        steps: int | None = None,
+    ) -> None:
+        optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
+        self._config = replace(config, compile="off", optimizer=optimizer)
+        self._dataset, self._device = dataset, device
+        self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
+        self.entries: list[Entry] = []
+        self.rows: list[int] = []
+        self.best: tuple[int, int, StateTree] | None = None
+        """Entry, step and state of the row with the best figure of merit of the last stage."""
+        self.steps = config.episode_length
+        self._engine = self._built([Candidate()])
+        self._prices = Prices(self._config, dataset, self._engine)
+        self._pool = self._affordable(self._architectures())
+        if budget.flops is None and budget.minutes is None:
+            alone = self._prices.of_step(self._prices.flops(Architecture()))
+            self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
+        self._seconds_per_flop = self._trial() if self.budget.minutes else 0.0
+        self._stage, self._fixed, self._last_step = 0, steps, 0.0
+        begin, self._stages = self._plan("halving" if method == "auto" else method)
+        self.begin(begin)
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, method: Method) -> tuple[list[Candidate], tuple[Stage, ...]]:
+        """The first candidates and the stages of a method.
+
+        There are as many candidates as leave `episode_length` steps for the one that is kept, or as many as were asked
+        for, and two steps for each stage.
+        """
+        left, target = self._left(), self._fixed or self._config.episode_length
+        plain = [Candidate(rate=rate) for rate in RATES]
+        grown = [Candidate(one) for one in self._pool if self._of_step(Candidate(one)) * target <= _AFFORDABLE * left]
+        plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
+        if method == "plain":
+            plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
+        elif method == "portfolio":
+            every = [plain[0], *grown]
+            plans = [(every[:count], (Stage(1.0, count),)) for count in range(len(every), 0, -1)]
+        elif method == "hill_climbing":
+            sizes = [(climbs, new) for climbs in range(self._num_slots, 0, -1) for new in (8, 4, 2)]
+            plans = [(plain[:1], climbing_stages(*size)) for size in sizes]
+        else:
+            every = [*plain, *grown]
+            plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
+        for candidates, stages in plans:
+            costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
+            if longest(costs, until, left) >= target and target * until[0] >= min(2, target):
+                break
+        return candidates, stages
+
+    @property
+    def _num_slots(self) -> int:
+        return self._engine.spec.num_slots
+
+    def _architectures(self) -> list[Architecture]:
+        """One blueprint in every slot, for each blueprint, then in single slots, the last slot first."""
+        spec = self._engine.spec
+        names = [spec.blueprint_names[i] for i in spec.selectable]
+        seeds = {(slot, name): PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids for name in names}
+        everywhere = [Architecture(tuple(seeds[slot, name] for slot in spec.slot_ids)) for name in names]
+        single = [Architecture((seeds[slot, name],)) for slot in reversed(spec.slot_ids) for name in names]
+        return list(dict.fromkeys([*everywhere, *single]))
+
+    def _affordable(self, architectures: Sequence[Architecture]) -> list[Architecture]:
+        """Those within the limit of parameters."""
+        limit = self.budget.params
+        if limit is not None and limit < self._prices.host_params:
+            raise ConfigError(
+                f"the budget allows {limit:,} parameters, but the network alone has {self._prices.host_params:,}; "
+                "allow at least as many, or start with a smaller network."
+            )
+        return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
+
+    def _trial(self) -> float:
+        """Seconds of one FLOP, by a trial of one batch; the steps themselves are measured later."""
+        task = self._config.task_spec()
+        found = predict(self._engine.config, task, self._dataset, self._device)
+        flops = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
+        return found.batch_seconds / flops
+
+    def _left(self) -> float:
+        """FLOPs that may still be spent."""
+        flops, minutes = self.budget.flops, self.budget.minutes
+        per_flop = self.seconds / self.spent if self.spent else self._seconds_per_flop
+        in_time = math.inf if minutes is None else (60.0 * minutes * _IN_TIME - self.seconds) / per_flop
+        return min(in_time, math.inf if flops is None else flops - self.spent)
+
+    def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
+        """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left."""
+        now = [self._of_step(one) for one in candidates]
+        alone = self._of_step(Candidate())
+        seed = float(np.mean([self._of_step(Candidate(one)) - alone for one in self._pool if len(one.slots) == 1] or 0))
+        costs, mean = [sum(now)], float(np.mean(now))
+        for stage in stages[1:]:
+            costs.append(stage.kept * mean + stage.new * (mean + seed))
+            mean = costs[-1] / (stage.kept + stage.new)
+        return costs
+
+    def _costs_left(self) -> list[float]:
+        return self._costs([self.entries[row].candidate for row in self.rows], self._stages[self._stage :])
+
+    def _of_step(self, candidate: Candidate) -> float:
+        return self._prices.of_step(self._prices.flops(candidate.architecture))
+
+    def _replan(self) -> None:
+        """As many steps as the budget allows; raises ConfigError if it does not hold one of each stage."""
+        costs, until, left = self._costs_left(), [stage.until for stage in self._stages[self._stage :]], self._left()
+        self.steps = self._fixed or longest(costs, until, left, self.t)
+        ends = stage_ends(until, self.steps, self.t)
+        least = sum(of * (end - begin) for of, begin, end in zip(costs, (self.t, *ends), ends, strict=False))
+        if self.t == 0 and least > left:
+            raise ConfigError(
+                f"the budget holds {short(left)} FLOPs, but a step of the network alone costs "
+                f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
+                f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make steps "
+                f"shorter with batches_per_step."
+            )
+        self._end = ends[0]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self, candidates: Sequence[Candidate]) -> None:
+        """The first candidates, with new weights."""
+        self.entries = [self._entry(candidate) for candidate in candidates]
+        self.rows = list(range(len(candidates)))
+        self._replan()
+        self._engine = self._built(candidates)
+        self._client = baseline_of("wait_only", self._config, self._engine.spec)
+        self._engine.reset(self._client, episode=0)
+        self._engine.add_fossils([candidate.architecture for candidate in candidates])
+
+    def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
+        config = replace(self._config, episode_length=self.steps)
+        hosts = replace(config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1)
+        rates = [candidate.rate for candidate in candidates]
+        return engine_of(
+            config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
+        )
+
+    def _entry(self, candidate: Candidate, parent: int | None = None) -> Entry:
+        architecture = candidate.architecture
+        made = Entry(
+            candidate=candidate,
+            params=self._prices.params(architecture),
+            flops=self._prices.flops(architecture),
+            parent=parent,
+            born=self.t,
+        )
+        if parent is not None:
+            made.val, made.loss = list(self.entries[parent].val), list(self.entries[parent].loss)
+        return made
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done, or the budget does not hold another one."""
+        in_time = self.budget.minutes is None or self.seconds + self._last_step <= 60.0 * self.budget.minutes
+        paid = self.budget.flops is None or self.spent + self._costs_left()[0] <= self.budget.flops
+        return self.t == self.steps or not (in_time and paid)
+
+    def step(self) -> None:
+        """One step of all candidates; behind the last one of a stage the next stage begins."""
+        began = time.monotonic()
+        self._engine.step(self._client)
+        self._engine.apply_structure()  # the report comes now
+        self.t += 1
+        for row in self.rows:
+            cost = self._of_step(self.entries[row].candidate)
+            self.entries[row].spent += cost
+            self.spent += cost
+        if self._stage == len(self._stages) - 1:
+            self._remember_best()
+        elif self.t == self._end:
+            self._next_stage()
+        self._last_step = time.monotonic() - began
+        self.seconds += self._last_step
+
+    def _listen(self, report: StepReport) -> None:
+        for place, row in enumerate(self.rows):
+            self.entries[row].val.append(float(report.val_acc[place]))
+            self.entries[row].loss.append(float(report.val_loss[place]))
+
+    def _next_stage(self) -> None:
+        self._stage += 1
+        stage = self._stages[self._stage]
+        ranked = sorted(self.rows, key=lambda row: -self.entries[row].score(_SMOOTHED))
+        chosen: list[tuple[int, Candidate | None]] = [(row, None) for row in ranked[: stage.kept]]
+        best = self.entries[ranked[0]].candidate
+        chosen += [(ranked[0], neighbour) for neighbour in self._neighbours(best)[: stage.new]]
+        self._continue(chosen)
+
+    def _neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""
+        own = candidate.architecture.slots
+        taken = {seed.slot for seed in own}
+        order = self._engine.spec.slot_ids.index
+        more = [one.slots[0] for one in self._pool if len(one.slots) == 1 and one.slots[0].slot not in taken]
+        grown = [Architecture(tuple(sorted((*own, seed), key=lambda s: order(s.slot)))) for seed in more]
+        return [replace(candidate, architecture=one) for one in self._affordable(grown)]
+
+    def _continue(self, chosen: Sequence[tuple[int, Candidate | None]]) -> None:
+        """Go on with entries as they are (None), or with copies of them that have become another candidate."""
+        state = self._engine.state_of([self.rows.index(row) for row, _ in chosen])
+        rows, added = [], []
+        for row, candidate in chosen:
+            own = self.entries[row].candidate.architecture.slots
+            if candidate is not None:
+                self.entries.append(self._entry(candidate, parent=row))
+                row = len(self.entries) - 1
+            rows.append(row)
+            architecture = self.entries[row].candidate.architecture
+            added.append(Architecture(tuple(seed for seed in architecture.slots if seed not in own)))
+        self.rows = rows
+        self._replan()
+        self._load(state)
+        if any(architecture.slots for architecture in added):
+            self._engine.add_fossils(added)
+
+    def _load(self, state: StateTree) -> None:
+        """An engine of the present rows, in this state."""
+        self._engine = self._built([self.entries[row].candidate for row in self.rows])
+        self._client = baseline_of("wait_only", self._config, self._engine.spec)
+        self._engine.load_state_dict(state, self._client)
+
+    def _remember_best(self) -> None:
+        """Keep the state of the row that has just had the best figure of merit of the last stage."""
+        row = max(self.rows, key=lambda row: self.entries[row].score())
+        found = self.entries[row].score()
+        if math.isfinite(found) and (self.best is None or found > self.entries[self.best[0]].val[self.best[1] - 1]):
+            self.best = row, self.t, self._engine.state_of([self.rows.index(row)])
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def result(self, keep: Keep = "last") -> tuple[GrownNetwork, int]:
+        """The network with the best figure of merit on the validation examples, and its entry.
+
+        Args:
+            keep: the "last" step of each candidate in training, or the "best" step of the last stage.
+
+        Raises:
+            ExportError: the loss of every candidate is NaN or infinite.
+        """
+        row = max(self.rows, key=lambda row: self.entries[row].score())
+        state = self._engine.state_of([self.rows.index(row)])
+        if keep == "best" and self.best is not None:
+            row, _, state = self.best
+        self.rows = [row]
+        self._load(state)
+        self._engine.end_episode()
+        (test,) = host_read(self._engine.test())
+        stats = self._engine.outcome()
+        task = self._config.task_spec()
+        return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row
+
+    def births(self, entry: int) -> list[tuple[PlacedSeed, int]]:
+        """The seeds of an entry, and the step after which each of them came."""
+        found: list[tuple[PlacedSeed, int]] = []
+        at: int | None = entry
+        while at is not None:
+            this = self.entries[at]
+            before = () if this.parent is None else self.entries[this.parent].candidate.architecture.slots
+            found += [(seed, this.born) for seed in this.candidate.architecture.slots if seed not in before]
+            at = this.parent
+        return found[::-1]
+
+    def leaderboard(self, entry: int, test: float | None) -> Leaderboard:
+        """All entries; `entry` is kept, and has this figure of merit on the test examples."""
+        order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score())
+        return Leaderboard(
+            entries=tuple(self.entries[i] for i in order),
+            chosen=order.index(entry),
+            test=test,
+            unit=self._config.task_spec().objective.unit,
+            spent=self.spent,
+            seconds=self.seconds,
+            budget=self.spent if self.budget.flops is None else self.budget.flops,
+        )
+
+    # -- progress and persistence -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> str:
+        """What will happen, in a line."""
+        sizes = " -> ".join(str(stage.kept + stage.new) for stage in self._stages)
+        return (
+            f"plan: {counted(self.steps, 'step')}, candidates {sizes}, at most {short(self.spent + self._left())} FLOPs"
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the growth is, and the best candidate so far."""
+        best = max((self.entries[row] for row in self.rows), key=Entry.score)
+        many = counted(len(self.rows), "candidate")
+        return f"step {self.t}/{self.steps}, {many}, best {best.score():.2f} ({best.candidate})"
+
+    @property
+    def share(self) -> float:
+        """Share of the work that is done."""
+        ends = stage_ends([stage.until for stage in self._stages[self._stage :]], self.steps, self.t)
+        left = sum(
+            of * (end - begin) for of, begin, end in zip(self._costs_left(), (self.t, *ends), ends, strict=False)
+        )
+        return self.spent / (self.spent + left) if self.t < self.steps else 1.0
+
+    def _key(self) -> dict[str, Any]:
+        """What decides the outcome, as JSON values."""
+        free = {"device", "threads", "workers", "data_dir", "executor"}
+        settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
+        key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
+               "stages": [asdict(stage) for stage in self._stages], "data": dict(self._dataset.identity)}  # fmt: skip
+        found: dict[str, Any] = json.loads(json.dumps(key, default=str))
+        return found
+
+    def write(self, file: Path) -> None:
+        """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
+        names = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end")
+        about = {name: getattr(self, name) for name in names} | {
+            "key": self._key(),
+            "entries": [asdict(entry) for entry in self.entries],
+            "best": self.best[:2] if self.best else None,
+        }
+        state = with_prefix("rows", self._engine.state_dict())
+        write_state(file, about, state | with_prefix("best", self.best[2] if self.best else {}))
+
+    def read(self, file: Path) -> None:
+        """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
+        about, state = read_state(file)
+        if about.get("key") != self._key():
+            raise CheckpointError(
+                f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
+                "file."
+            )
+        for name in ("t", "steps", "spent", "seconds", "rows", "_stage", "_end"):
+            setattr(self, name, about[name])
+        self.entries = [_entry_of(fields) for fields in about["entries"]]
+        self.best = (*about["best"], below("best", state)) if about["best"] else None
+        self._load(below("rows", state))
+
+
+def _entry_of(fields: Mapping[str, Any]) -> Entry:
+    """The entry of its `asdict`."""
+    candidate = fields["candidate"]
+    seeds = tuple(PlacedSeed(**seed) for seed in candidate["architecture"]["slots"])
+    return Entry(**dict(fields) | {"candidate": Candidate(Architecture(seeds), candidate["rate"])})

@@ -1,0 +1,288 @@
+"""esper.runs.growth: budgets, stages, and what a candidate is among others."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import esper
+from esper.api.run import in_process
+from esper.leyline.architecture import Architecture, PlacedSeed
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.runs.assembly.presets import resolve
+from esper.runs.growth import (
+    Budget,
+    Candidate,
+    Entry,
+    Growth,
+    Leaderboard,
+    Stage,
+    climbing_stages,
+    halving_stages,
+    longest,
+    stage_ends,
+)
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """[B, 6] -> logits [B, 3], with two slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+def vectors(n: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+TASK = esper.Task(
+    Net, ["one", "two"], train=vectors(64), val=vectors(40), test=vectors(50), batch=16, episode_length=12, lr=1e-2
+)
+STEP = 3 * 64 + 40
+"""Forward passes of examples that a step of training and measuring counts as."""
+
+
+@pytest.fixture
+def grow() -> Iterator[Callable[..., Growth]]:
+    """`grow("halving", flops=...)`: a growth of the task, before its first step."""
+    with ExitStack() as stack:
+        stack.enter_context(in_process(TASK.spec))
+        config = resolve({"task": TASK.spec.name, "executor": "streamed", "workers": 1, "threads": 1})
+        dataset = TASK.spec.load(None, 0)
+
+        def begun(method: Any = "halving", steps: int | None = None, seed: int = 3, **budget: Any) -> Growth:
+            return Growth(config, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps)
+
+        yield begun
+
+
+def finished(growth: Growth) -> Growth:
+    while not growth.is_over:
+        growth.step()
+    return growth
+
+
+def curves(growth: Growth) -> list[tuple[str, list[float], list[float]]]:
+    return [(str(entry.candidate), entry.val, entry.loss) for entry in growth.entries]
+
+
+# -- stages and budgets ------------------------------------------------------------------------------------------------
+
+
+def test_a_third_of_the_candidates_goes_on_at_a_third_of_the_steps():
+    assert halving_stages(9) == (Stage(1 / 9, 9), Stage(1 / 3, 3), Stage(1.0, 1))
+    assert [stage.kept for stage in halving_stages(7)] == [7, 2, 1]
+    assert halving_stages(1) == (Stage(1.0, 1),)
+
+
+def test_a_climb_keeps_the_best_beside_its_copies_and_ends_with_one_network():
+    stages = climbing_stages(climbs=2, neighbours=4)
+    assert [(stage.kept, stage.new) for stage in stages] == [(1, 0), (1, 4), (1, 4), (1, 0)]
+    assert [stage.until for stage in stages] == pytest.approx([2 / 9, 4 / 9, 6 / 9, 1.0])
+
+
+def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():
+    assert stage_ends([1 / 9, 1 / 3, 1.0], 27) == (3, 9, 27)
+    assert stage_ends([1 / 9, 1 / 3, 1.0], 3) == (1, 2, 3)
+    assert stage_ends([1 / 3, 1.0], 27, done=12) == (13, 27)
+
+
+def test_the_longest_growth_spends_what_the_stages_cost():
+    # 9, 3 and 1 candidates at 10 FLOPs a step: 27 steps cost 3 * 90 + 6 * 30 + 18 * 10 = 630
+    assert longest([90, 30, 10], [1 / 9, 1 / 3, 1.0], budget=630) == 27
+    assert longest([90, 30, 10], [1 / 9, 1 / 3, 1.0], budget=629) == 26
+    assert longest([90, 30, 10], [1 / 9, 1 / 3, 1.0], budget=1) == 3
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    budget=st.integers(1, 5_000),
+    done=st.integers(0, 5),
+)
+def test_one_step_more_than_the_longest_growth_would_cost_too_much(sizes, budget, done):
+    until = [(i + 1) / len(sizes) for i in range(len(sizes))]
+
+    def cost(steps: int) -> int:
+        ends = stage_ends(until, steps, done)
+        return sum(of * (end - begin) for of, begin, end in zip(sizes, (done, *ends), ends, strict=False))
+
+    steps = longest(sizes, until, budget, done)
+    assert cost(steps) <= budget or steps == done + len(sizes)
+    assert cost(steps + 1) > budget
+
+
+def test_a_growth_of_nine_ends_with_the_steps_that_its_budget_allows(grow):
+    plain = grow("plain", steps=1)
+    flops = STEP * plain.entries[0].flops
+    growth = finished(grow("halving", flops=40 * flops))
+    assert 0.8 * 40 * flops < growth.spent <= 40 * flops
+    assert growth.spent == pytest.approx(sum(entry.spent for entry in growth.entries))
+    assert len(growth.rows) == 1
+    assert sum(len(entry.val) == growth.steps for entry in growth.entries) == 1
+
+
+@pytest.mark.parametrize("method", ["plain", "portfolio", "halving", "hill_climbing", "auto"])
+@pytest.mark.parametrize("runs", [0.7, 4.3])
+def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, method, runs):
+    params = 400
+    flops = runs * 12 * STEP * grow("plain", steps=1).entries[0].flops
+    growth = finished(grow(method, flops=flops, params=params))
+    assert growth.spent <= flops
+    network, entry = growth.result()
+    assert network.description.host_params + network.description.grown_params <= params
+    assert max(made.params for made in growth.entries) <= params
+    assert growth.entries[entry].params == network.description.host_params + network.description.grown_params
+
+
+def test_minutes_end_a_growth_before_the_step_that_would_be_too_late(grow):
+    growth = grow("plain", minutes=5.0)
+    for _ in range(3):
+        growth.step()
+    assert not growth.is_over
+    growth.seconds = 300.0 - 1e-9
+    assert growth.is_over
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def test_the_network_alone_is_among_the_candidates_of_every_method(grow):
+    for method in esper.runs.growth.METHODS:
+        assert Candidate() in [entry.candidate for entry in grow(method).entries]
+
+
+def test_a_candidate_among_others_is_bitwise_the_candidate_alone(grow):
+    many = finished(grow("portfolio", steps=4, flops=1e12))
+    alone = finished(grow("plain", steps=4))
+    plain = [next(entry for entry in of.entries if entry.candidate == Candidate()) for of in (many, alone)]
+    assert plain[0].val == plain[1].val
+    assert plain[0].loss == plain[1].loss
+
+
+def test_who_goes_on_is_bitwise_what_it_would_be_without_the_others(grow):
+    growth = finished(grow("halving"))
+    last = growth.entries[growth.rows[0]]
+    alone = grow("plain", steps=growth.steps)
+    alone.begin([last.candidate])
+    assert finished(alone).entries[0].val == last.val
+
+
+def test_a_copy_begins_with_the_weights_of_its_parent_and_one_seed_more(grow):
+    growth = grow("hill_climbing", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+    while len(growth.entries) == 1:
+        growth.step()
+    parent, first = growth.entries[0], growth.entries[1]
+    assert (first.parent, first.born) == (0, growth.t)
+    assert len(first.candidate.architecture.slots) == 1
+    assert first.val == parent.val
+    growth.step()
+    assert first.val[:-1] == parent.val[:-1]
+    assert abs(first.loss[-1] - parent.loss[-1]) < 0.1 * parent.loss[-1]
+    assert first.loss[-1] != parent.loss[-1]
+    seed = first.candidate.architecture.slots[0]
+    assert growth.births(1) == [(seed, first.born)]
+
+
+def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(grow):
+    growth = finished(grow("portfolio", steps=6, flops=1e12))
+    best = max(entry.val[-1] for entry in growth.entries)
+    network, entry = growth.result()
+    assert growth.entries[entry].val[-1] == best == pytest.approx(network.description.val)
+    x, y = vectors(50)
+    right = (network.module(x).argmax(dim=1) == y).float().mean()
+    assert network.description.test == pytest.approx(100.0 * float(right))
+
+
+def test_the_best_step_is_kept_on_request(grow):
+    growth = finished(grow("plain", steps=12))
+    best = max(value for entry in growth.entries for value in entry.val)
+    network, entry = growth.result("best")
+    assert network.description.val == pytest.approx(best)
+    assert best == max(growth.entries[entry].val)
+
+
+# -- a stop and its continuation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "stop"), [("halving", 1), ("halving", 5), ("hill_climbing", 4)])
+def test_a_growth_that_was_stopped_continues_bitwise(grow, tmp_path: Path, method, stop):
+    undisturbed = finished(grow(method))
+    growth = grow(method)
+    for _ in range(stop):
+        growth.step()
+    growth.write(tmp_path / "unfinished")
+    again = grow(method)
+    again.read(tmp_path / "unfinished")
+    assert again.t == stop
+    assert curves(finished(again)) == curves(undisturbed)
+    assert again.spent == undisturbed.spent
+
+
+def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
+    growth = grow("halving")
+    growth.step()
+    growth.write(tmp_path / "unfinished")
+    with pytest.raises(CheckpointError, match="belongs to a growth with other settings"):
+        grow("halving", seed=4).read(tmp_path / "unfinished")
+    content = bytearray((tmp_path / "unfinished").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "unfinished").write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        grow("halving").read(tmp_path / "unfinished")
+
+
+# -- impossible budgets ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"flops": 0.0}, "budget.flops is 0.0; it must be above 0"),
+        ({"minutes": -1.0}, "budget.minutes is -1.0; it must be above 0"),
+        ({"params": 0}, "budget.params is 0; it must be at least 1"),
+        ({"params": 10}, "the budget allows 10 parameters, but the network alone has 155"),
+        ({"flops": 10.0}, "the budget holds 10 FLOPs, but a step of the network alone costs .*; allow more"),
+        ({"minutes": 1e-9}, "the budget holds .* FLOPs, but a step of the network alone costs"),
+    ],
+)
+def test_an_impossible_budget_is_refused_with_the_way_out(grow, budget, message):
+    with pytest.raises(ConfigError, match=message):
+        grow("halving", **budget)
+
+
+# -- the leaderboard ---------------------------------------------------------------------------------------------------
+
+
+def entry(val: float, params: int, name: str = "norm") -> Entry:
+    made = Entry(candidate=Candidate(Architecture((PlacedSeed("one", name, "ADD"),))), params=params, flops=10.0)
+    made.val, made.loss, made.spent = [val], [1.0], 5.0
+    return made
+
+
+def test_the_pareto_set_has_what_no_smaller_network_beats():
+    entries = tuple(entry(*of) for of in ((90.0, 300), (88.0, 100), (87.0, 200), (85.0, 50), (85.0, 60)))
+    board = Leaderboard(entries=entries, chosen=0, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0)
+    assert board.pareto == (0, 1, 3)
+    first, *_ = [line for line in str(board).splitlines() if "norm" in line]
+    assert first.split()[:6] == ["norm", "in", "one", "1", "90.00", "89.00"]
+    assert "In all 25 FLOPs and 1:01." in str(board)
+
+
+def test_a_candidate_without_a_finite_loss_is_never_the_best():
+    broken, fine = entry(99.0, 10), entry(10.0, 10)
+    broken.loss = [math.nan]
+    assert broken.score() == -math.inf < fine.score()

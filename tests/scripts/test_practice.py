@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import esper
 import practice as script
 from practice import Options, jobs_of, main, stored
+from practice_grown import task_of
 from practice_hosts import CONTEXT, GPT, HOSTS, VOCABULARY, WIDER, Data
 from practice_plain import accuracy, budget_of, factor, forward_flops, num_params, plans
 from practice_table import Result, interval, page
@@ -26,10 +28,18 @@ def results(method, tests, **changes):
     return [replace(RESULT, method=method, seed=seed, test=test, **changes) for seed, test in enumerate(tests, 1)]
 
 
-def a_table(count):
+def a_table(count=1_280):
     """Random features with classes."""
     draw = torch.Generator().manual_seed(0)
     some = torch.randn(count, 30, generator=draw), torch.randint(5, (count,), generator=draw)
+    return Data(label="random", train=some, val=some, test=some)
+
+
+def a_text(count=64):
+    """Random windows with the next characters."""
+    draw = torch.Generator().manual_seed(0)
+    windows = torch.randint(VOCABULARY, (count, CONTEXT + 1), generator=draw)
+    some = windows[:, :-1], windows[:, 1:]
     return Data(label="random", train=some, val=some, test=some)
 
 
@@ -44,12 +54,10 @@ def test_the_networks_have_the_parameters_that_the_page_says():
 
 
 def test_a_forward_pass_counts_attention_too():
-    tokens = torch.zeros(3, CONTEXT, dtype=torch.long)
-    data = Data(label="", train=(tokens, tokens), val=(tokens, tokens), test=(tokens, tokens))
     # 64 places; per place 4 blocks of 12 * 64^2 weights and 65 * 64 of the output, a multiply-add is two
     linear = 64 * 2 * (4 * 12 * 64**2 + VOCABULARY * 64)
     attention = 4 * 2 * (2 * 64 * 64 * 64)  # queries by keys, and weights by values
-    assert forward_flops(HOST["gpt"], data, 1.0) == linear + attention
+    assert forward_flops(HOST["gpt"], a_text(), 1.0) == linear + attention
 
 
 def test_the_budget_is_three_runs_of_the_network_and_three_measurements():
@@ -165,6 +173,15 @@ def test_a_scale_takes_fewer_examples_and_epochs():
 def test_what_cannot_be_compared_is_said(options, words, tmp_path, capsys):
     assert main(replace(options, out=tmp_path)) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "make"), [("tabular", a_table), ("gpt", a_text)])
+def test_esper_counts_a_network_as_the_usual_ways_do(name, make):
+    host, data = HOST[name], make()
+    budget = 1.2 * budget_of(host, data, 2.0)
+    found = esper.grow(task_of(host, data, 2.0), "plain", budget=esper.Budget(flops=budget), workers=1, progress=False)
+    assert found.flops == forward_flops(host, data, 1.0)
 
 
 @pytest.mark.slow

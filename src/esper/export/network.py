@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.export import checking
@@ -512,11 +513,12 @@ def _kind(tensor: Tensor | None) -> str:
 def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
 
-    `example` is a batch as hosts get it.
+    Those of attention are counted without its mask. `example` is a batch as hosts get it.
     """
     args, kwargs = host.arguments(example[:1])
-    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer
-    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+    # without gradients the counter rejects a view of a parameter as the input of a layer, and it does not know the
+    # CPU's own attention
+    with FlopCounterMode(display=False) as counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         module(*args, **kwargs)
     return int(counter.get_total_flops())
 

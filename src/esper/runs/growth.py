@@ -5,9 +5,9 @@ candidates are rows of one engine, with the same initial weights and the same or
 what grew alone. At the end of a `Stage` most of them stop, and some are continued by copies that have one more seed.
 
     method          begins with                               at the end of a stage
-    plain           the network alone, three learning rates   -
-    portfolio       some architectures                        -
-    halving         more architectures                        the best third goes on (Li et al. 2018, arXiv 1603.06560)
+    plain           the network alone, three learning rates   the best goes on
+    portfolio       the network alone, and architectures      -
+    halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone                         the best goes on, with copies that have one more seed
                                                               (Elsken et al. 2017, arXiv 1711.04528)
 
@@ -66,16 +66,16 @@ RATES = (1.0, 1 / 3, 3.0)
 """Factors of the learning rate of the network alone."""
 PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
-_MANY = 12
-"""Candidates above which two rungs cost less than one."""
+_FEW = 3
+"""Candidates from which on there are two rungs."""
+_KEPT_SHARE = 0.6
+"""Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
 _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _AFFORDABLE = 0.8
 """Share of the budget that one candidate may cost that is trained to the end."""
-_NEARLY = 0.85
-"""Share of its steps that the network that is kept should have at least."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -233,15 +233,13 @@ class Stage:
 
 
 def halving_stages(count: int) -> tuple[Stage, ...]:
-    """Successive halving with long rungs, because young candidates say little: after a third of the steps one goes on.
+    """A quarter of `count` candidates is left after a tenth of the steps, and one of them after a quarter.
 
-    Of more than twelve a quarter goes on after a fifth of the steps, and one after half of them.
+    The one that is kept has most of the compute, because that is worth more than a larger choice (docs/experiments.md).
     """
-    if count == 1:
-        return (Stage(1.0, 1),)
-    if count <= _MANY:
-        return (Stage(1 / 3, count), Stage(1.0, 1))
-    return (Stage(0.2, count), Stage(0.5, count // 4), Stage(1.0, 1))
+    if count < _FEW:
+        return (Stage(0.25, count), Stage(1.0, 1)) if count > 1 else (Stage(1.0, 1),)
+    return (Stage(0.1, count), Stage(0.25, max(2, count // 4)), Stage(1.0, 1))
 
 
 def climbing_stages(climbs: int, neighbours: int) -> tuple[Stage, ...]:
@@ -380,15 +378,18 @@ class Growth:
     def _plan(self, method: Method) -> tuple[list[Candidate], tuple[Stage, ...]]:
         """The first candidates and the stages of a method.
 
-        There are as many candidates as leave `episode_length` steps for the one that is kept, or as many as were asked
-        for, and two steps for each stage.
+        There are as many candidates as leave most of the compute to the one that is kept, or twice `episode_length`
+        steps, or as many as were asked for.
         """
-        left, target = self._left(), self._fixed or self._config.episode_length
+        left, usual = self._left(), self._config.episode_length
+        target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
+        if method in ("portfolio", "hill_climbing"):
+            target = min(target, usual)
         plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
         if method == "plain":
-            plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
+            plans = [(plain[:count], halving_stages(count)) for count in (3, 2, 1)]
         elif method == "portfolio":
             every = [plain[0], *grown]
             plans = [(every[:count], (Stage(1.0, count),)) for count in range(len(every), 0, -1)]
@@ -402,7 +403,8 @@ class Growth:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
-            if longest(costs, until, left) >= _NEARLY * target and target * until[0] >= 1.0:
+            steps = longest(costs, until, left)
+            if steps >= target and steps * until[0] >= 1.0:
                 break
         return candidates, stages
 

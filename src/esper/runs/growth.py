@@ -8,7 +8,7 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     plain           the network alone, three learning rates   the best goes on
     portfolio       the network alone, and architectures      -
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
-    hill_climbing   the network alone                         the best goes on, with copies that have one more seed
+    hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
@@ -76,6 +76,10 @@ _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _AFFORDABLE = 0.8
 """Share of the budget that one candidate may cost that is trained to the end."""
+_CLIMBED_SHARE = 0.75
+"""Of that share, what is enough if the candidate grows on the way, and ends larger than it began."""
+_PATIENCE = 2
+"""Climbs without a better candidate after which hill climbing ends."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -242,10 +246,13 @@ def halving_stages(count: int) -> tuple[Stage, ...]:
     return (Stage(0.1, count), Stage(0.25, max(2, count // 4)), Stage(1.0, 1))
 
 
-def climbing_stages(climbs: int, neighbours: int) -> tuple[Stage, ...]:
-    """Hill climbing: after each of `climbs` equal parts of the first two thirds the best goes on beside its copies."""
-    until = [(i + 1) / (climbs + 1) * 2 / 3 for i in range(climbs + 1)]
-    return (Stage(until[0], 1), *(Stage(end, 1, neighbours) for end in until[1:]), Stage(1.0, 1))
+def climbing_stages(climbs: int, new: int) -> tuple[Stage, ...]:
+    """Hill climbing: a tenth of the steps for the learning rates, half of them for `climbs`, the rest for the best one.
+
+    In each climb the best candidate so far is trained beside `new` copies of it that have grown.
+    """
+    until = [0.1 + 0.5 * (i + 1) / climbs for i in range(climbs)]
+    return (Stage(0.1, len(RATES)), *(Stage(end, 1, new) for end in until), Stage(1.0, 1))
 
 
 @final
@@ -318,6 +325,10 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
     return tuple(ends)
 
 
+_PLACE = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end", "_failed", "_begun")
+"""Where a growth is, for its file."""
+
+
 @final
 class Growth:
     """Candidates of a task that are trained side by side within a budget.
@@ -368,9 +379,10 @@ class Growth:
         self._most = trial.most_hosts(free)
         batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
         self._seconds_per_flop = trial.batch_seconds / batch  # until steps are measured
-        self._stage, self._fixed, self._last_step = 0, steps, 0.0
+        self._stage, self._fixed, self._last_step, self._failed, self._begun = 0, steps, 0.0, 0, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
-        begin, self._stages = self._plan("halving" if method == "auto" else method)
+        self._method: Method = "halving" if method == "auto" else method
+        begin, self._stages = self._plan(self._method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -383,8 +395,10 @@ class Growth:
         """
         left, usual = self._left(), self._config.episode_length
         target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
-        if method in ("portfolio", "hill_climbing"):
+        if method == "portfolio":
             target = min(target, usual)
+        if method == "hill_climbing":
+            target *= _CLIMBED_SHARE
         plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
@@ -394,8 +408,8 @@ class Growth:
             every = [plain[0], *grown]
             plans = [(every[:count], (Stage(1.0, count),)) for count in range(len(every), 0, -1)]
         elif method == "hill_climbing":
-            sizes = [(climbs, new) for climbs in range(self._num_slots, 0, -1) for new in (8, 4, 2)]
-            plans = [(plain[:1], climbing_stages(*size)) for size in sizes]
+            sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
+            plans = [(plain, climbing_stages(*size)) for size in sizes]
         else:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
@@ -407,10 +421,6 @@ class Growth:
             if steps >= target and steps * until[0] >= 1.0:
                 break
         return candidates, stages
-
-    @property
-    def _num_slots(self) -> int:
-        return self._engine.spec.num_slots
 
     def _architectures(self, most: float) -> list[Architecture]:
         """Each blueprint in every slot and in each single one, the dearest first, and the blueprints in turn.
@@ -546,9 +556,13 @@ class Growth:
         known = [row for row in self.rows if self._stage > 1 or self.entries[row].candidate.rate == 1.0]
         ranked = sorted(known, key=lambda row: -self.entries[row].score(_SMOOTHED))
         chosen: list[tuple[int, Candidate | None]] = [self._at_best_rate(row) for row in ranked[: stage.kept]]
-        best = self.entries[ranked[0]].candidate
-        chosen += [(ranked[0], neighbour) for neighbour in self._neighbours(best)[: stage.new]]
-        self._continue(chosen)
+        row, candidate = chosen[0]
+        self._failed = self._failed + 1 if self._stage > 1 and self.entries[row].born < self._begun else 0
+        if self._failed == _PATIENCE:
+            self._stages, stage = (*self._stages[: self._stage], self._stages[-1]), self._stages[-1]
+        self._begun = self.t
+        grown = self._neighbours(candidate or self.entries[row].candidate)
+        self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
 
     def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
         """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
@@ -565,13 +579,12 @@ class Growth:
         return row, replace(candidate, rate=self.entries[best].candidate.rate)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""
-        own = candidate.architecture.slots
-        taken = {seed.slot for seed in own}
-        order = self._engine.spec.slot_ids.index
+        """The candidate with one seed more in an empty slot, as ordered in the pool, without those that were tried."""
+        own, order = candidate.architecture.slots, self._engine.spec.slot_ids.index
+        taken, tried = {seed.slot for seed in own}, {entry.candidate.architecture for entry in self.entries}
         more = [one.slots[0] for one in self._pool if len(one.slots) == 1 and one.slots[0].slot not in taken]
-        grown = [Architecture(tuple(sorted((*own, seed), key=lambda s: order(s.slot)))) for seed in more]
-        return [replace(candidate, architecture=one) for one in self._allowed(grown)]
+        grown = [Architecture(tuple(sorted((*own, seed), key=lambda seed: order(seed.slot)))) for seed in more]
+        return [replace(candidate, architecture=one) for one in self._allowed(grown) if one not in tried]
 
     def _continue(self, chosen: Sequence[tuple[int, Candidate | None]]) -> None:
         """Go on with entries as they are (None), or with copies of them that have become another candidate."""
@@ -682,15 +695,15 @@ class Growth:
         free = {"device", "threads", "workers", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
         key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
-               "stages": [asdict(stage) for stage in self._stages], "data": dict(self._dataset.identity)}  # fmt: skip
+               "method": self._method, "data": dict(self._dataset.identity)}  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(key, default=str))
         return found
 
     def write(self, file: Path) -> None:
         """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
-        names = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end")
-        about = {name: getattr(self, name) for name in names} | {
+        about = {name: getattr(self, name) for name in _PLACE} | {
             "key": self._key(),
+            "stages": [asdict(stage) for stage in self._stages],
             "entries": [asdict(entry) for entry in self.entries],
             "best": self.best[:2] if self.best else None,
         }
@@ -705,8 +718,9 @@ class Growth:
                 f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
                 "file."
             )
-        for name in ("t", "steps", "spent", "seconds", "rows", "_stage", "_end"):
+        for name in _PLACE:
             setattr(self, name, about[name])
+        self._stages = tuple(Stage(**stage) for stage in about["stages"])
         self.entries = [_entry_of(fields) for fields in about["entries"]]
         self.best = (*about["best"], below("best", state)) if about["best"] else None
         self._load(below("rows", state))

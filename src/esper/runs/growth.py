@@ -10,6 +10,7 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
+    auto            as hill_climbing, from six trainings of the network alone on as halving
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
@@ -70,14 +71,19 @@ _FEW = 3
 """Candidates from which on there are two rungs."""
 _KEPT_SHARE = 0.6
 """Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
+_MANY_RUNS = 6.0
+"""Trainings of the network alone from which on "auto" takes halving: then many architectures are trained for long
+enough to be judged. With less it climbs (docs/experiments.md)."""
 _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
-_AFFORDABLE = 0.8
+_AFFORDABLE = 0.5
 """Share of the budget that one candidate may cost that is trained to the end."""
 _CLIMBED_SHARE = 0.75
 """Of that share, what is enough if the candidate grows on the way, and ends larger than it began."""
+_LEAST_GAIN = 0.03
+"""Share of what is missing to 100 points by which a copy with a new seed must be better, because it costs more."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
 SAVE_EVERY = 30.0
@@ -361,7 +367,7 @@ class Growth:
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
-        self._end = config.episode_length
+        self._begun, self._end = 0, config.episode_length
         self.entries: list[Entry] = []
         self.rows: list[int] = []
         self.best: tuple[int, int, StateTree] | None = None
@@ -379,10 +385,12 @@ class Growth:
         self._most = trial.most_hosts(free)
         batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
         self._seconds_per_flop = trial.batch_seconds / batch  # until steps are measured
-        self._stage, self._fixed, self._last_step, self._failed, self._begun = 0, steps, 0.0, 0, 0
+        self._stage, self._fixed, self._last_step, self._failed = 0, steps, 0.0, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
-        self._method: Method = "halving" if method == "auto" else method
-        begin, self._stages = self._plan(self._method)
+        runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
+        by_budget: Method = "halving" if runs >= _MANY_RUNS else "hill_climbing"
+        self._asked = method
+        begin, self._stages = self._plan(by_budget if method == "auto" else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -499,10 +507,8 @@ class Growth:
 
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
         config = replace(self._config, episode_length=self._end)
-        begin = self.t if self.t < self._end else 0  # at the end nothing is trained
-        hosts = replace(
-            config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1, schedule_begin=begin
-        )
+        hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
+        hosts = replace(hosts, distinct_hosts=1, schedule_begin=self._begun)
         rates = [candidate.rate for candidate in candidates]
         return engine_of(
             config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
@@ -554,7 +560,7 @@ class Growth:
         self._stage += 1
         stage = self._stages[self._stage]
         known = [row for row in self.rows if self._stage > 1 or self.entries[row].candidate.rate == 1.0]
-        ranked = sorted(known, key=lambda row: -self.entries[row].score(_SMOOTHED))
+        ranked = sorted(known, key=self._merit, reverse=True)
         chosen: list[tuple[int, Candidate | None]] = [self._at_best_rate(row) for row in ranked[: stage.kept]]
         row, candidate = chosen[0]
         self._failed = self._failed + 1 if self._stage > 1 and self.entries[row].born < self._begun else 0
@@ -563,6 +569,12 @@ class Growth:
         self._begun = self.t
         grown = self._neighbours(candidate or self.entries[row].candidate)
         self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
+
+    def _merit(self, row: int) -> float:
+        """Figure of merit at the end of a stage; a copy with a new seed must remove a part of what misses to 100."""
+        entry = self.entries[row]
+        new = self._stage > 1 and entry.parent is not None and entry.born >= self._begun
+        return entry.score(_SMOOTHED) - (_LEAST_GAIN * (100.0 - entry.score(_SMOOTHED)) if new else 0.0)
 
     def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
         """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
@@ -695,7 +707,7 @@ class Growth:
         free = {"device", "threads", "workers", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
         key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
-               "method": self._method, "data": dict(self._dataset.identity)}  # fmt: skip
+               "method": self._asked, "data": dict(self._dataset.identity)}  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(key, default=str))
         return found
 

@@ -1,7 +1,8 @@
 # Each target sets up what it needs: Python >= 3.11, git and make are enough.
 #
-#   make train                        train a controller with the preset quickstart, in a new folder under runs/
-#   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
+#   make train                        grow a network for 8x8 digits, beside the network alone at equal FLOPs (a minute)
+#   make train ARGS="--seed 1"        options of `esper grow` follow in ARGS
+#   make controller                   train a controller with the preset quickstart, in a new folder under runs/
 #   make learn                        train a controller that beats what a search finds, and compare it (18 minutes)
 #   make learn SEED=2                 the same with another seed
 #   make test                         the default tests
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train learn test test-shapes test-slow test-compiled test-gpu check bench results
+.PHONY: setup train controller learn test test-shapes test-slow test-compiled test-gpu check bench results
 
 setup: $(STAMP)
 
@@ -34,6 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: $(STAMP)
+	$(BIN)/esper grow digits --flops 5e10 --beside plain --out runs/digits-grown --overwrite $(ARGS)
+
+controller: $(STAMP)
 	$(BIN)/esper train --task mixed_digits --num-envs 64 --set ppo.group_size=4 $(ARGS)
 
 SEED ?= 1

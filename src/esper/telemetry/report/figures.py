@@ -98,7 +98,7 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
 
 def dress(ax: Axes, title: str, note: str) -> None:
     """A heading instead of axis labels, and few lines."""
-    ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=20)
+    ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=24)
     ax.text(0.0, 1.035, note, transform=ax.transAxes, fontsize=9, color=FAINT)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(FAINT)

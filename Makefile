@@ -8,6 +8,8 @@
 #   make test-shapes                  a sample of the tests that calls each part once, with the shapes in all signatures checked
 #   make check                        format, lint, types, import order and chains
 #   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
+#   make results                      compare growing with the usual ways on five networks (docs/results.md)
+#   make results ARGS="--scale 0.1"   the same on a tenth of the examples, in minutes
 #   make PYTHON=python3.12 setup      another interpreter
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train learn test test-shapes test-slow test-compiled test-gpu check bench
+.PHONY: setup train learn test test-shapes test-slow test-compiled test-gpu check bench results
 
 setup: $(STAMP)
 
@@ -80,3 +82,6 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/write_benchmarks.py $(ARGS)
+
+results: $(STAMP)  # hours on two cores; what is done is kept, and the same command continues
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/practice.py --page docs/results.md --jobs 2 $(ARGS)

@@ -131,7 +131,7 @@ def test_a_race_without_a_budget_spends_three_plain_runs(
     assert set(rows) == {"portfolio", "halving", "wait_only"}
     assert any(note.startswith("portfolio: ") for note in report["notes"])
     affordable = [plan for plan in (1, 3) if sum(spent(one) for one in outcomes[:plan]) <= 3 * spent(outcomes[0])]
-    expected = sum(spent(one) for one in outcomes[: affordable[-1]])
+    expected = spent(raced("portfolio", outcomes[: affordable[-1]], RewardConfig()))
     assert rows["portfolio"]["training_flops"] + rows["portfolio"]["measuring_flops"] == pytest.approx(expected)
 
 

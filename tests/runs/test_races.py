@@ -33,16 +33,21 @@ NORM, CONV = (Architecture.of_lines([f"r0c0 {name} ADD"]) for name in ("norm", "
 
 
 def candidate(*curves: list[float], price: float = 10.0, test: float = 0.0, fossils: int = 0) -> Outcome:
-    """A structure on two hosts of 1000 parameters: validation by step [T] of each, and FLOPs of each step."""
+    """A structure on two hosts of 1000 parameters: validation by step [T] of each, and FLOPs of each step.
+
+    Measuring costs half as much as training, and four times as much in the last step, where all subsets are measured.
+    """
     val = np.array(curves, dtype=np.float32).T
     cost = np.full(val.shape, price)
+    measuring = 0.5 * cost
+    measuring[1:][-1:] *= 4.0
     kept = stats(
         committed_acc=val[-1], fossil_params=np.full(2, fossils), host_params=np.full(2, 1000), returns=val[-1] + 0.5
     )
     architecture = NORM if fossils else Architecture()
     return Outcome(
         name="x", stats=kept, test_acc=np.full(2, test), val=val, grown=(architecture,) * 2,
-        cost=TrainingCost(per_example=np.full(2, price), training=cost, measuring=0.5 * cost),
+        cost=TrainingCost(per_example=np.full(2, price), training=cost, measuring=measuring),
     )  # fmt: skip
 
 
@@ -76,7 +81,7 @@ def test_a_race_spends_what_its_candidates_cost_until_they_stop_and_reads_the_te
     assert found.cost.measuring.tolist() == [[55.0, 55.0], [0.0, 0.0], [50.0, 5.0]]
     every = raced("halving", [one, other], WEIGHTS, rungs=(1,), every_step=True)
     assert every.cost is not None
-    assert every.cost.measuring.tolist() == [[55.0, 55.0], [50.0, 5.0], [50.0, 5.0]]
+    assert every.cost.measuring.tolist() == [[55.0, 55.0], [50.0, 5.0], [200.0, 20.0]]
     assert found.cost.per_example.tolist() == [100.0, 10.0]
     assert found.val.T.tolist() == [[20.0, 30.0, 60.0], [10.0, 20.0, 90.0]]
     both = raced("portfolio", [one, other], WEIGHTS)
@@ -106,7 +111,7 @@ def test_a_portfolio_grows_by_what_its_other_members_lack() -> None:
     ends = np.array([[9.0, 9.0, 1.0, 1.0], [8.0, 8.0, 1.0, 1.0], [0.0, 0.0, 7.0, 7.0]])
     spent = np.broadcast_to(np.array([2.0, 1.0, 2.0])[:, None, None], (3, 1, 4))
     structures = [Architecture(), NORM, CONV]
-    plans = best_plans(Curves(ends[:, None], spent, np.zeros_like(spent)), structures)
+    plans = best_plans(Curves(ends[:, None], spent, np.zeros((3, 4))), structures)
     # an episode of one step has no rung, which leaves single structures
     assert [plan.structures for plan in plans["halving"]] == [(NORM,), (Architecture(),)]
     found = [([structures.index(one) for one in plan.structures], plan.flops, plan.objective)
@@ -122,7 +127,7 @@ def test_a_halving_stops_where_the_end_can_be_told() -> None:
     rising, late = np.linspace(0.0, 9.0, 10), np.r_[9.0, 9.0, np.full(8, 1.0)]
     worth = np.stack([np.stack([rising, late], axis=1), np.stack([late, rising], axis=1)])
     each = np.ones_like(worth)
-    best = best_plans(Curves(worth, each, 0.0 * each), [Architecture(), NORM])["halving"][-1]
+    best = best_plans(Curves(worth, each, np.zeros((2, 2))), [Architecture(), NORM])["halving"][-1]
     assert (best.rungs, best.flops, best.objective) == ((3,), 13.0, 9.0)
     assert best.words == "2 structures, the worse half stops at step 3: none; r0c0 norm"
 

@@ -42,14 +42,15 @@ from esper.tolaria.state import RolloutCost
 @final
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Candidates on the same hosts, each [K, T, N]: 100·J by validation, and the FLOPs of each step.
+    """Structures on the same hosts that are there from step 1 on.
 
-    The last J is that of the network that is kept. The others hold for structures that are there from step 1 on.
+    100·J by validation after each step (after the last one of the network that is kept), the FLOPs of training in each
+    step, and those of measuring once: in step 1, because in the last step every subset of seeds is measured too.
     """
 
     worth: Float[np.ndarray, "K T N"]
     training: Float[np.ndarray, "K T N"]
-    measuring: Float[np.ndarray, "K T N"]
+    measuring: Float[np.ndarray, "K N"]
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], weights: RewardConfig) -> "Curves":
@@ -64,13 +65,16 @@ class Curves:
             worth.append(100.0 * objective_value(val, stats.fossil_params, stats.host_params, weights))
             costs.append(outcome.cost)
         return cls(
-            np.stack(worth), np.stack([cost.training for cost in costs]), np.stack([cost.measuring for cost in costs])
+            worth=np.stack(worth),
+            training=np.stack([cost.training for cost in costs]),
+            measuring=np.stack([cost.measuring[0] for cost in costs]),
         )
 
     def at(self, rungs: Sequence[int]) -> tuple[Float[np.ndarray, "K R N"], Float[np.ndarray, "K R N"]]:
         """J at the steps `rungs` and at the end, and the FLOPs of a candidate that is measured there, up to each."""
         rows = [step - 1 for step in rungs] + [self.worth.shape[1] - 1]
-        return self.worth[:, rows], self.training.cumsum(axis=1)[:, rows] + self.measuring[:, rows].cumsum(axis=1)
+        looks_R1 = np.arange(1, len(rows) + 1)[:, None]
+        return self.worth[:, rows], self.training.cumsum(axis=1)[:, rows] + looks_R1 * self.measuring[:, None]
 
 
 def race(
@@ -118,7 +122,11 @@ def raced(
     last_CN = np.array([*rungs, steps])[rung_CN]
     step_T1 = np.arange(1, steps + 1)[:, None]
     ran_CTN = step_T1 <= last_CN[:, None]
-    measured_CTN = ran_CTN & (every_step | np.isin(step_T1, [*rungs, steps]))
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
+    if every_step:
+        measuring_CTN = np.stack([cost.measuring for cost in costs])
+    else:
+        measuring_CTN = curves.measuring[:, None] * np.isin(step_T1, [*rungs, steps])
     hosts = np.arange(len(chosen_N))
 
     def kept(values: Sequence[np.ndarray]) -> np.ndarray:
@@ -137,9 +145,9 @@ def raced(
         val=np.stack([outcome.val for outcome in outcomes])[chosen_N, :, hosts].T,
         grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
         cost=TrainingCost(
-            per_example=kept([outcome.cost.per_example for outcome in outcomes if outcome.cost is not None]),
+            per_example=kept([cost.per_example for cost in costs]),
             training=(curves.training * ran_CTN).sum(axis=0),
-            measuring=(curves.measuring * measured_CTN).sum(axis=0),
+            measuring=(measuring_CTN * ran_CTN).sum(axis=0),
         ),
     )
 

@@ -45,6 +45,7 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import fixed
+from esper.runs.evaluation.equal_compute import spent
 from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import Curves, Plans, best_plans, of_seeds, single_seeds, write_plans
 from esper.runs.evaluation.results import Outcome
@@ -794,7 +795,7 @@ class PlanSearch:
             budget=self.budget,
             hosts=self.hosts,
             env_steps=len(structures) * self.hosts * self.config.episode_length,
-            flops=float(curves.training.sum() + curves.measuring.sum()),
+            flops=sum(spent(one) for one in outcomes.values()) * self.hosts,
             tried=[(structures[k], float(worth_K[k]), float(spent_K[k])) for k in order],
             plans=best_plans(curves, structures),
         )

@@ -331,10 +331,12 @@ def channels_last(x: Tensor) -> Tensor:
 def runs_channels_last(kind: Kind, x: Tensor) -> bool:
     """Whether a network with convolutions runs forward and backward on images that lie so, with the same outputs.
 
-    On a CPU its convolutions are faster then. Networks that `view` their features refuse them.
+    On a CPU its convolutions are faster then, but group normalization is slower. Networks that `view` their features
+    refuse them.
     """
     module = deterministic_build(kind.build).train()
-    if channels_last(x) is x or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()):
+    layers = {nn.Conv2d: False, nn.GroupNorm: False} | {type(layer): True for layer in module.modules()}
+    if channels_last(x) is x or not layers[nn.Conv2d] or layers[nn.GroupNorm]:
         return False
     usual, _ = _run_once(module, x, lambda slot_id, h: h)
     try:

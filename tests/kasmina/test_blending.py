@@ -25,7 +25,10 @@ def random_image(seed: int, batch: int = 3, channels: int = 4) -> torch.Tensor:
 
 
 def conv_seed(channels: int = 4) -> nn.Module:
-    return deterministic_build(lambda: blueprint_by_name("conv_light", HostFamily.CNN).build(channels))
+    """After some training: the layer scale of a newborn one is 0, so that its other weights have no gradient yet."""
+    seed = deterministic_build(lambda: blueprint_by_name("conv_light", HostFamily.CNN).build(channels))
+    nn.init.constant_(seed.scale.gamma, 0.01)
+    return seed
 
 
 def hidden(h, seed, algorithm, gate=None):

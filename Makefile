@@ -53,7 +53,7 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)
 
-SHAPES := tests/test_dry_run.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
+SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
 	tests/kasmina/parameters/test_population.py tests/tasks/test_instances.py \
 	tests/simic/test_client.py tests/simic/agent/test_ppo.py tests/simic/agent/test_advantages.py \
 	tests/simic/agent/test_rollout_buffer.py tests/simic/rewards/test_golden_rewards.py \

@@ -49,7 +49,7 @@ LEYLINE = [
     _m("leyline: packed tensors overlap by one word",
        "-(-size * dtype.itemsize // _WORD)", "size * dtype.itemsize // _WORD", "tests/leyline", "structure"),
     _m("leyline: rows of a host begin one host late",
-       "value[begin * per_host : end * per_host]", "value[(begin + 1) * per_host : (end + 1) * per_host]",
+       "value.unflatten(0, (num_envs, per_host))[chosen]", "value.unflatten(0, (num_envs, per_host)).roll(-1, 0)[chosen]",
        "tests/leyline tests/tolaria", "tree"),
 ]
 RULES = [
@@ -120,8 +120,8 @@ TAMIYO = [
        "tests/tamiyo", "heads"),
     _m("tamiyo: the gradient passes through a reset of the recurrent state",
        "tanh_c_all * o * (1.0 - o), f * keep", "tanh_c_all * o * (1.0 - o), f", "tests/tamiyo", "recurrence"),
-    _m("tamiyo: the heuristic keeps hostages",
-       "contribution > rules.fossilize_above) & ~hostage", "contribution > rules.fossilize_above)",
+    _m("tamiyo: the heuristic judges a seed as soon as it is measured",
+       "measured_NS & (slots.age >= rules.patience *", "measured_NS & (slots.age >= 0.0 *",
        "tests/tamiyo", "heuristic"),
 ]
 AGENT = [
@@ -222,11 +222,11 @@ RUNS = [
     _m("runs: the verdict turns the probability around",
        "1.0 - best.improvement.mean if has_run", "best.improvement.mean if has_run", "tests/runs", "rows or comparison"),
     _m("runs: a damaged checkpoint is loaded",
-       'if _digest(text, state) != metadata["sha256"]:', 'if metadata["sha256"] is None:', "tests/runs", "checkpoint"),
+       'if _digest(text, state) != digest:', 'if digest is None:', "tests/runs", "checkpoint"),
     _m("runs: a stopped run forgets the cost of its round",
        "            begun=begun,\n", "            begun=Cost(),\n", "tests/runs tests/test_cli.py", "runner"),
     _m("runs: backward passes cost nothing",
-       "self.training += (1 + BACKWARD) * self._train", "self.training += self._train", "tests/runs", "cost"),
+       "(1 + BACKWARD) * self._train", "1 * self._train", "tests/runs", "cost"),
     _m("runs: the worst host is the best one",
        "n = int(np.argmax(objective))\n    if not objective[n]", "n = int(np.argmin(objective))\n    if not objective[n]", "tests/runs", "best_host"),
     _m("runs: unknown tables of a configuration replace known ones",

@@ -15,7 +15,6 @@ Outcomes are kept in --out, and found there by a second call.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -30,9 +29,8 @@ from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, baseline, fixed, trained
-from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
-from esper.runs.evaluation.races import of_seeds as structure_of
-from esper.runs.evaluation.races import raced, single_seeds
+from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.races import raced, small_structures
 from esper.runs.evaluation.results import Outcome, estimate, host_figures
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
@@ -50,11 +48,11 @@ class Options:
 
     task: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME|RUN ...")] = ()
-    """Baselines, policy files and run directories."""
+    """Baselines, policy files, and the directory of one run."""
     hosts: int = 128
     """Hosts."""
-    seed: int = 2_000_000
-    """Their seed."""
+    seed: int | None = None
+    """Their seed. (that of the run, else 0, + 1,000,000, as in `esper evaluate`)"""
     late: int = 6
     """Structures that are born late: those that are best on most hosts, and the most frequent ones of controllers."""
     threads: int = 1
@@ -67,17 +65,19 @@ class Hosts:
     """The hosts of the comparison, and what was found on them."""
 
     def __init__(self, options: Options) -> None:
-        self.config: RunConfig = resolve({"task": options.task, "threads": options.threads, "workers": 1})
+        runs = [Path(name) for name in options.controllers if Path(name).is_dir()]
+        config = config_of_run(runs[0]) if runs else resolve({"task": options.task})
+        self.config: RunConfig = replace(config, threads=options.threads, workers=1)
+        self.seed = self.config.seed + SEED_OFFSET if options.seed is None else options.seed
         self._device: torch.device = device_of(self.config)
         self._dataset: Dataset | None = dataset_of(self.config, self._device)
-        self._store, self._options = OutcomeStore(options.out), options
-        config = self.config.engine(run_seed=options.seed, num_envs=1)
-        self.spec: EngineSpec = engine_of(self.config, self._dataset, self._device, engine_config=config).spec
+        self._store, self._num_envs = OutcomeStore(options.out), options.hosts
+        one = self.config.engine(run_seed=self.seed, num_envs=1)
+        self.spec: EngineSpec = engine_of(self.config, self._dataset, self._device, engine_config=one).spec
 
-    def outcome(self, controller: Controller, config: RunConfig | None = None) -> Outcome:
+    def outcome(self, controller: Controller) -> Outcome:
         """Of one controller."""
-        size = {"run_seed": self._options.seed, "num_envs": self._options.hosts}
-        config = config or self.config
+        size, config = {"run_seed": self.seed, "num_envs": self._num_envs}, self.config
         key = key_of(config, self._dataset, controller, **size)
         found = self._store.get(key)
         if found is None:
@@ -90,13 +90,6 @@ class Hosts:
         """Its 100·J."""
         figures = host_figures([outcome], self.config.reward)
         return figures["objective"][0], figures["test_objective"][0]
-
-
-def structures(spec: EngineSpec) -> dict[Architecture, tuple[tuple[int, int], ...]]:
-    """No seed, one, or one in each of two slots, as a structure and as (slot, blueprint) indices."""
-    singles = single_seeds(spec)
-    pairs = [pair for pair in combinations(singles, 2) if pair[0][0] != pair[1][0]]
-    return {structure_of(seeds, spec): seeds for seeds in ((), *((seed,) for seed in singles), *pairs)}
 
 
 def late(plan: Plan, config: RunConfig) -> Controller:
@@ -135,18 +128,12 @@ def by_kind(found: dict[Architecture, Outcome], hosts: Hosts) -> Values:
     return worth[best, rows], test[best, rows]
 
 
-def trained_on(run: Path) -> tuple[Controller, RunConfig]:
-    """The controller of a run."""
-    config = replace(config_of_run(run), workers=1)
-    return trained(run, config).controller, config
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     options = tyro.cli(Options, description=__doc__, args=arguments)
     hosts = Hosts(options)
-    print(f"{options.task}, {options.hosts} hosts of seed {options.seed}\n")
-    all_seeds = structures(hosts.spec)
+    print(f"{options.task}, {options.hosts} hosts of seed {hosts.seed}\n")
+    all_seeds = small_structures(hosts.spec)
     found = {structure: hosts.outcome(fixed([structure], hosts.config)) for structure in all_seeds}
     best = raced("hindsight", list(found.values()), hosts.config.reward)
     hindsight = hosts.values(best)
@@ -163,9 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| --- | ---: | ---: |" + " --- |" * 6)
     ended = []
     for name in options.controllers:
-        is_run = Path(name).is_dir()
-        controller, config = trained_on(Path(name)) if is_run else (baseline(name, hosts.config), hosts.config)
-        outcome = hosts.outcome(controller, config)
+        is_run, config = Path(name).is_dir(), hosts.config
+        controller = trained(Path(name), config).controller if is_run else baseline(name, config)
+        outcome = hosts.outcome(controller)
         ended += outcome.grown
         at_once = hosts.values(hosts.outcome(fixed(outcome.grown, hosts.config)))
         own = hosts.values(outcome)

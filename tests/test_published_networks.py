@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 import write_networks
+from esper.leyline.errors import ConfigError
 from published import every
 from published.entry import Published
 
@@ -27,6 +28,24 @@ def test_a_published_network_trains_agrees_saves_and_loads(of: Published):
         write_networks.check(of, row.update)
     assert not write_networks.failed(row), row
     assert (row["trains"] == "refused") == (of.refused is not None)
+
+
+WITHOUT_PLACES = {"SimSiam", "SimSiam, one batch", "no_grad"}
+"""Every place in them is refused, also where it is named."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", NETWORKS, ids=lambda of: of.name)
+def test_slots_are_proposed_for_a_published_network(of: Published):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if of.name in WITHOUT_PLACES:
+            with pytest.raises(ConfigError, match="no place where a seed may grow was found"):
+                of.task(slots=None)
+            return
+        task = of.task(slots=None)
+    assert task.spec.proposed
+    assert 1 <= len(task.spec.enabled) <= 6
 
 
 def test_names_of_published_networks_differ():

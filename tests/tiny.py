@@ -134,7 +134,7 @@ class Bench:
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
             batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
-            scaler=LossScaler(scaler_dtype, num_envs, device), episode_length=episode_length, lr_factors=lr_factors,
+            scaler=LossScaler(scaler_dtype, num_envs, device), schedule=(0, episode_length), lr_factors=lr_factors,
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

@@ -1,5 +1,6 @@
 """esper.Task: objectives by targets or by functions, and what is refused."""
 
+import copy
 import math
 
 import numpy as np
@@ -7,11 +8,12 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from own_tasks import MyNet, Zero, grow, images, own_task, points
+from own_tasks import MyNet, Zero, grow, images, own_task, points, train
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import esper
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import EsperError
 from esper.tasks.losses import MeanSquaredError
 from user_networks import MLP, Encoder, Tied
@@ -142,6 +144,57 @@ def test_data_that_change_after_the_task_was_made_are_noticed():
         grow(task, "wait_only")
 
 
+def trained() -> MyNet:
+    """A network that is right about some images."""
+    network = deterministic_build(MyNet, seed=4)
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+    x, y = images()
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network.eval()
+
+
+def test_networks_start_with_the_weights_that_are_given_or_as_a_copy_of_the_network(tmp_path):
+    network = trained()
+    before = copy.deepcopy(network.state_dict())
+    torch.save({"state_dict": network.state_dict(), "epoch": 20}, tmp_path / "mine.pt")
+    still = {"lr": 1e-12, "weight_decay": 0.0, "slots": ["stem"], "val": images(20)}
+    tasks = [own_task(model=network, **still), own_task(weights=tmp_path / "mine.pt", **still)]
+    found = grow(tasks[0], "wait_only", steps=2)
+    assert torch.allclose(found.module.network.stem[0].weight, before["stem.0.weight"], atol=1e-6)
+    assert found.points > 60.0  # not the same, because statistics move
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    digests = {task.spec.load(None, 0).identity["sha256_weights"] for task in tasks}
+    assert len(digests) == 1
+    assert [task.name for task in tasks] == ["mynet", "mynet"]
+
+
+def test_the_loss_of_guessing_is_not_that_of_the_weights():
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y, reduction="none")
+
+    tasks = [own_task(loss=loss, slots=["stem"], weights=of) for of in (None, trained().state_dict())]
+    assert tasks[0].spec.objective.blind_loss == tasks[1].spec.objective.blind_loss
+
+
+def test_a_run_does_not_go_on_with_other_weights(tmp_path):
+    task, other = (own_task(slots=["stem"], weights=deterministic_build(MyNet, seed).state_dict()) for seed in (1, 2))
+    train(task, tmp_path)
+    with pytest.raises(EsperError, match=r"was made with data = .*sha256_weights"):
+        esper.load(tmp_path / "run", task=other).resume(rounds=2, progress=False)
+
+
+def test_slots_that_are_left_out_are_proposed_and_named(capsys):
+    task = own_task(slots=None)
+    assert repr(task) == "Task('mynet': 379 parameters, slots stem, layer2 (proposed), accuracy)"
+    esper.grow(task, "wait_only", steps=1, workers=1, executor="streamed")
+    assert "\nslots (proposed): stem, layer2; name others with slots=\n" in capsys.readouterr().out
+    matched = own_task(slots=["layer2.*", "s*"])
+    assert (matched.spec.enabled, matched.spec.proposal) == (("layer2.0", "layer2.1", "stem"), None)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
 def test_one_hot_targets_mean_classes(kind):
     x, y = images()
@@ -266,7 +319,11 @@ WRONG = [
     ),
     ({"slots": ["stemm"]}, "MyNet has no submodule 'stemm' for a slot; did you mean 'stem'?"),
     ({"slots": "stem"}, "slots is 'stem'; it must be list[str]"),
-    ({"model": MyNet()}, "the model is a MyNet, but every host needs a network of its own; pass the class"),
+    ({"slots": ["stem*"], "train": None}, "train is missing; give the examples as (x, y), a data set or a DataLoader"),
+    ({"slots": ["l*.7"]}, "slot 'l*.7' matches no submodule of MyNet, where '*' stands for one part between dots"),
+    ({"weights": MLP().state_dict()}, "the weights do not fit MyNet: missing 'stem.0.weight', 'stem.0.bias', 'layer2."),
+    ({"weights": "none.pt"}, "the file of weights none.pt does not exist; name a file of torch.save or safetensors."),
+    ({"weights": MLP()}, "weights is a MLP; it must be Path | str | Mapping[str, Any] | None."),
     ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),
     ({"train": (X, Y[:-1])}, "train: x has 40 examples but y has 39; they must be equally many."),
     ({"train": (X, np.array(["cat"] * 40))}, "train.y is of type ndarray of <U3, expected a tensor"),

@@ -13,7 +13,9 @@ import networks_of_several as several
 from esper.kasmina.blueprints import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-TEN_LINES, SEVERAL, _TORCHVISION, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TEN_LINES, WEIGHTS, SEVERAL, _TORCHVISION, BLUEPRINT = re.findall(
+    r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
 SMALL = "rounds=1, num_envs=2, workers=1, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
 
 
@@ -30,11 +32,11 @@ class MyNet(torch.nn.Module):
         return self.head(self.layer2(self.stem(x)).mean(dim=(2, 3)))
 
 
-def run(program: str) -> dict[str, object]:
+def run(program: str, **given: object) -> dict[str, object]:
     """The variables of the program, which is given a network and data."""
     data = {name: torch.randn(60, 1, 6, 6) for name in ("x", "xv", "xt")}
     data |= {name: torch.randint(3, (60,)) for name in ("y", "yv", "yt")}
-    variables: dict[str, object] = {"MyNet": MyNet, **data}
+    variables: dict[str, object] = {"MyNet": MyNet, **data, **given}
     exec(program, variables)
     return variables
 
@@ -61,6 +63,17 @@ def test_networks_with_several_inputs_and_outputs_become_tasks():
     exec(SEVERAL, variables)
     units = [variables[name].spec.objective.unit for name in ("next_token", "sentiment", "vae")]
     assert units == ["token accuracy", "accuracy", "loss reduction"]
+
+
+def test_the_ways_to_give_trained_weights_are_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net, found = MyNet(), []
+    torch.save(net.state_dict(), "mine.pt")
+    for line in WEIGHTS.splitlines():
+        made = run(f"import esper\n{line.replace('MyNet', 'type(net)')}", net=net)
+        found.append(made["task"].spec.load(None, 0).identity["sha256_weights"])
+    assert len(found) == 3
+    assert len(set(found)) == 1
 
 
 def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 import tiny
 from esper.export.grown import Grown, GrownSeed, plain
 from esper.export.network import GrownNetwork, flops, load
+from esper.export.source import Code, UnwritableError
 from esper.kasmina.hosts.module_host import ModuleHostSpec
+from esper.kasmina.hosts.weights import started
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ExportError
 from esper.leyline.lifecycle import SeedStage
 from esper.tasks.registry import task_by_name
@@ -124,6 +127,22 @@ def test_a_grown_host_with_a_frozen_backbone_is_the_same_as_files(loads, tmp_pat
         assert {name for name, p in module.named_parameters() if not p.requires_grad} == frozen
         with torch.no_grad():
             torch.testing.assert_close(module(x), want, rtol=1e-6, atol=1e-6)
+
+
+def test_given_weights_are_those_of_the_files_and_the_source_is_that_of_the_model():
+    x, weights = tiny.dataset().val.x, deterministic_build(Backbone, seed=3).state_dict()
+    for model in (started(Backbone, weights)[0], started(deterministic_build(Backbone, seed=3), None)[0]):
+        found = plain(ModuleHostSpec.of(model, SLOTS, x[:8]).build(SLOTS, x[:1]), ())
+        own = found.module.network.state_dict()
+        assert all(torch.equal(own[name], value) for name, value in weights.items())
+        code = Code(imports=True)
+        if found.model is Backbone:
+            assert code.call(found.model) == "Backbone()"
+        else:
+            with pytest.raises(
+                UnwritableError, match=r"the task was given a network, .* and weights=network.state_dict"
+            ):
+                code.call(found.model)
 
 
 def test_attention_with_dropout_leaves_as_pytorchs_own():

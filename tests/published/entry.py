@@ -50,4 +50,4 @@ class Published:
             **self.options,
             **changes,
         }
-        return esper.Task(self.model, list(self.slots), (x, y), **given)
+        return esper.Task(self.model, train=(x, y), **{"slots": list(self.slots), **given})

@@ -71,12 +71,13 @@ def test_a_repetition_trains_the_same_instances_from_other_weights() -> None:
 def test_a_budget_pays_for_as_many_runs_as_fit_and_no_more(outcomes: list[Outcome]) -> None:
     passes = [[one] for one in outcomes]
     costs = [spent(one) for one in outcomes]
-    found = list(best_of("x", "run", iter(passes), RewardConfig(), sum(costs[:2])))
+    found = list(best_of("x", "run", iter(passes), RewardConfig(), sum(costs[:2]), every_step=True))
     assert [(entry.label, entry.tried) for entry in found] == [("one run", 1), ("best of 2 runs", 2)]
     assert found[1].flops == pytest.approx(sum(costs[:2]))
-    assert list(best_of("x", "run", iter(passes), RewardConfig(), 0.99 * costs[0])) == []
+    assert list(best_of("x", "run", iter(passes), RewardConfig(), 0.99 * costs[0], every_step=True)) == []
 
 
+@pytest.mark.slow
 def test_every_controller_is_compared_at_the_budget(
     tmp_path: Path, plans: Path, outcomes: list[Outcome], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +167,7 @@ def test_a_controller_that_spends_more_in_one_run_is_left_out_with_a_sentence(
     equal = json.loads((tmp_path / "out" / "evaluation.json").read_text())["equal_compute"]
     assert [row["name"] for row in equal["controllers"]] == ["wait_only"]
     (sentence,) = equal["excluded"]
-    assert sentence.startswith("early.json: a single run spends more than ")
+    assert sentence.startswith("early.json: a single training spends more than ")
 
 
 @pytest.mark.slow

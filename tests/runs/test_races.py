@@ -9,21 +9,25 @@ import pytest
 from test_runs_report import WEIGHTS, stats
 
 import tiny
+from esper.kasmina.blueprints import registry
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError
 from esper.runs.evaluation.races import (
+    LEAST_GAIN,
     Curves,
     RacePlan,
     best_plans,
+    in_random_order,
     is_plans,
     plan_within,
     race,
     raced,
-    random_structures,
     read_plans,
+    small_structures,
     write_plans,
 )
 from esper.runs.evaluation.results import Outcome, TrainingCost
+from esper.tasks.registry import task_by_name, task_names
 
 NORM, CONV = (Architecture.of_lines([f"r0c0 {name} ADD"]) for name in ("norm", "conv_light"))
 
@@ -68,7 +72,11 @@ def test_a_race_spends_what_its_candidates_cost_until_they_stop_and_reads_the_te
     assert found.grown == (NORM, Architecture())
     assert found.cost is not None
     assert found.cost.training.tolist() == [[110.0, 110.0], [100.0, 10.0], [100.0, 10.0]]
-    assert found.cost.measuring.sum(axis=0).tolist() == [155.0, 65.0]
+    # measured at step 1 and at the end, not in step 2
+    assert found.cost.measuring.tolist() == [[55.0, 55.0], [0.0, 0.0], [50.0, 5.0]]
+    every = raced("halving", [one, other], WEIGHTS, rungs=(1,), every_step=True)
+    assert every.cost is not None
+    assert every.cost.measuring.tolist() == [[55.0, 55.0], [50.0, 5.0], [50.0, 5.0]]
     assert found.cost.per_example.tolist() == [100.0, 10.0]
     assert found.val.T.tolist() == [[20.0, 30.0, 60.0], [10.0, 20.0, 90.0]]
     both = raced("portfolio", [one, other], WEIGHTS)
@@ -87,7 +95,10 @@ def test_the_price_of_parameters_decides_who_is_kept() -> None:
 def test_a_rolled_back_step_counts_as_nothing() -> None:
     curves = Curves.of([candidate([np.nan, 30.0], [10.0, 20.0])], WEIGHTS)
     assert curves.worth[0].tolist() == [[0.0, 10.0], [30.0, 20.0]]
-    assert curves.spent[0].tolist() == [[15.0, 15.0], [30.0, 30.0]]
+    worth, flops = curves.at((1,))  # training costs 10 in each step, measuring 5
+    assert worth[0].tolist() == curves.worth[0].tolist()
+    assert flops[0].tolist() == [[15.0, 15.0], [30.0, 30.0]]
+    assert curves.at(())[1][0].tolist() == [[25.0, 25.0]]
 
 
 def test_a_portfolio_grows_by_what_its_other_members_lack() -> None:
@@ -95,8 +106,9 @@ def test_a_portfolio_grows_by_what_its_other_members_lack() -> None:
     ends = np.array([[9.0, 9.0, 1.0, 1.0], [8.0, 8.0, 1.0, 1.0], [0.0, 0.0, 7.0, 7.0]])
     spent = np.broadcast_to(np.array([2.0, 1.0, 2.0])[:, None, None], (3, 1, 4))
     structures = [Architecture(), NORM, CONV]
-    plans = best_plans(Curves(ends[:, None], spent), structures)
-    assert plans["halving"] == ()  # an episode of one step has no rung
+    plans = best_plans(Curves(ends[:, None], spent, np.zeros_like(spent)), structures)
+    # an episode of one step has no rung, which leaves single structures
+    assert [plan.structures for plan in plans["halving"]] == [(NORM,), (Architecture(),)]
     found = [([structures.index(one) for one in plan.structures], plan.flops, plan.objective)
              for plan in plans["portfolio"]]  # fmt: skip
     assert found == [([1], 1.0, 4.5), ([0], 2.0, 5.0), ([1, 2], 3.0, 7.5), ([0, 2], 4.0, 8.0)]
@@ -109,21 +121,37 @@ def test_a_halving_stops_where_the_end_can_be_told() -> None:
     # ten steps; who leads from step 3 on wins, so a rung there costs 3 + 10 steps instead of 20
     rising, late = np.linspace(0.0, 9.0, 10), np.r_[9.0, 9.0, np.full(8, 1.0)]
     worth = np.stack([np.stack([rising, late], axis=1), np.stack([late, rising], axis=1)])
-    spent = np.broadcast_to(np.arange(1.0, 11.0)[None, :, None], worth.shape)
-    best = best_plans(Curves(worth, spent), [Architecture(), NORM])["halving"][-1]
+    each = np.ones_like(worth)
+    best = best_plans(Curves(worth, each, 0.0 * each), [Architecture(), NORM])["halving"][-1]
     assert (best.rungs, best.flops, best.objective) == ((3,), 13.0, 9.0)
     assert best.words == "2 structures, the worse half stops at step 3: none; r0c0 norm"
 
 
+def test_the_plans_that_come_with_a_task_fit_it_and_rise_with_their_cost() -> None:
+    tasks = [task for task in map(task_by_name, task_names()) if task.plans is not None]
+    assert "mixed_digits" in {task.name for task in tasks}
+    for task in tasks:
+        for plans in read_plans(task.plans, task.name, task.episode_length).values():
+            assert [plan.flops for plan in plans] == sorted(plan.flops for plan in plans)
+            assert (np.diff([plan.objective for plan in plans]) >= LEAST_GAIN).all()
+            for plan in plans:
+                assert all(0 < step < task.episode_length for step in plan.rungs)
+                seeds = [seed for structure in plan.structures for seed in structure.slots]
+                assert {seed.slot for seed in seeds} <= set(task.enabled)
+                assert {seed.blueprint for seed in seeds} <= set(registry.names())
+
+
 def test_every_host_draws_structures_of_its_own() -> None:
     spec = replace(tiny.engine(1).spec, num_envs=3)
-    passes = list(random_structures(spec))
-    singles = 3 * len(spec.selectable)
-    assert len(passes) == 1 + singles + 3 * len(spec.selectable) ** 2
+    known = small_structures(spec)
+    assert len(known) == 1 + 3 * len(spec.selectable) + 3 * len(spec.selectable) ** 2
+    assert known[Architecture.of_lines(["r0c0 norm ADD", "r1c0 norm ADD"])] == ((0, 3), (2, 3))
+    passes = list(in_random_order(list(known), spec))
+    assert len(passes) == len(known)
     for host in range(3):
         assert len({structures[host] for structures in passes}) == len(passes)
     assert len(set(passes[0])) == 3
-    alone = next(random_structures(replace(spec, num_envs=1)))
+    alone = next(in_random_order(list(known), replace(spec, num_envs=1)))
     assert alone == passes[0][:1]  # draws do not depend on the other hosts
 
 

@@ -1,6 +1,8 @@
 """esper export: the best host of a run as files; and an architecture that is trained again."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +27,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(run: Path) -> Path:
+def printed(run: Path) -> str:
+    """What was printed when the better host of `run` was exported into the folder beside it."""
+    before = contents(run)
+    with redirect_stdout(StringIO()) as out:
+        assert main(["export", str(run), "--out", str(run.parent / "grown")]) == 0
+    assert contents(run) == before
+    return out.getvalue()
+
+
+@pytest.fixture
+def exported(run: Path, printed: str) -> Path:
     """The better host of `run` as files."""
-    assert main(["export", str(run), "--out", str(run.parent / "grown")]) == 0
     return run.parent / "grown"
 
 
@@ -37,11 +48,8 @@ def last_episode(run: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == "episode"][-2:]
 
 
-def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path, capfd):
-    before = contents(run)
-    assert main(["export", str(run), "--out", str(tmp_path / "grown")]) == 0
-    assert contents(run) == before
-    network, episode = load(tmp_path / "grown"), last_episode(run)
+def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, exported, printed, tmp_path):
+    network, episode = load(exported), last_episode(run)
     best = int(np.argmax([line["objective"] for line in episode]))
     assert episode[1]["objective"] > episode[0]["objective"]
     assert network.description.val == pytest.approx(episode[best]["committed_accuracy"])
@@ -49,11 +57,10 @@ def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path,
     data = task_by_name("tiny").load(None, 0).test
     accuracy = 100.0 * float((network.module(data.x).argmax(dim=1) == data.y).float().mean())
     assert network.description.test == pytest.approx(accuracy)
-    out = capfd.readouterr().out
-    assert "model.json, model.py, model.safetensors" in out
-    assert "grown: conv_light in r0c0 (ADD), attention in r0c1 (MULTIPLY), norm in r1c0 (GATE)" in out
-    assert "parameters: 375 of the host, 254 grown; 18,336 FLOPs per example" in out
-    assert f"accuracy: validation {network.description.val:.2f}, test {accuracy:.2f}" in out
+    assert "model.json, model.py, model.safetensors" in printed
+    assert "grown: conv_light in r0c0 (ADD), attention in r0c1 (MULTIPLY), norm in r1c0 (GATE)" in printed
+    assert "parameters: 375 of the host, 254 grown; 18,336 FLOPs per example" in printed
+    assert f"accuracy: validation {network.description.val:.2f}, test {accuracy:.2f}" in printed
 
     other = 1 - best
     assert main(["export", str(run), "--out", str(tmp_path / "other"), "--host", str(other)]) == 0

@@ -19,10 +19,19 @@ from esper.runs.training.checkpoint import checkpoints, load
 from small_runs import contents, interrupted_at, records, resume, summary, train
 
 
+class Whole(dict[str, Path]):
+    """Uninterrupted runs of three rounds by kind, each made when it is asked for."""
+
+    def __init__(self, shared_run: Callable[..., Path]) -> None:
+        self._shared_run = shared_run
+
+    def __missing__(self, kind: str) -> Path:
+        return self._shared_run(kind, 3)
+
+
 @pytest.fixture(scope="module")
-def whole(shared_run: Callable[..., Path]) -> dict[str, Path]:
-    """One uninterrupted run of three rounds of each kind."""
-    return {kind: shared_run(kind, 3) for kind in small_runs.OPTIONS}
+def whole(shared_run: Callable[..., Path]) -> Whole:
+    return Whole(shared_run)
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -47,7 +56,7 @@ def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole):
 
 def test_the_small_runs_are_worth_comparing(whole):
     """Seeds are born, blended, lost and kept, and a host is rolled back: a resume has all of it to restore."""
-    events = [event for path in whole.values() for event in records(path)["events.jsonl"]]
+    events = [event for kind in ("null", "tiny") for event in records(whole[kind])["events.jsonl"]]
     assert {"TRAINING", "BLENDING", "PRUNED"} <= {event["to"] for event in events if event["kind"] == "stage_changed"}
     assert any(event["kind"] == "rollback" for event in events)
 
@@ -61,6 +70,7 @@ def test_a_summary_says_what_the_run_came_to(whole):
     assert found["state_digest"] != json.loads((whole["null"] / "summary.json").read_text())["state_digest"]
 
 
+@pytest.mark.slow
 def test_a_run_in_two_processes_is_that_of_one(whole):
     assert summary(whole["shared"]) == summary(whole["streamed"])
     shared, streamed = (records(whole[kind]) for kind in ("shared", "streamed"))
@@ -235,12 +245,8 @@ def executor_of(run: Path) -> str:
 
 def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(whole, tmp_path, capfd, monkeypatch):
     assert tomllib.loads((whole["null"] / "config.toml").read_text())["compile"] == "off", "on a CPU"
-    assert {kind: executor_of(path) for kind, path in whole.items()} == {
-        "null": "auto",  # no networks, nothing to choose
-        "tiny": "native",
-        "streamed": "streamed",
-        "shared": "streamed",
-    }
+    assert executor_of(whole["null"]) == "auto"  # no networks, nothing to choose
+    assert executor_of(whole["tiny"]) == "native"
     with interrupted_at(2, 3):
         assert train(tmp_path / "run", "tiny") == 130
     assert "executor: native (C++ compiled for this CPU)" in capfd.readouterr().out

@@ -255,7 +255,7 @@ def test_the_command_writes_a_file_that_evaluate_compares(tmp_path: Path, capsys
     command = ["search", "null", "--heuristic", "--episode-length", "20", "--num-envs", "2", "--budget", "400"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert "kept above" in shown.out + shown.err
+    assert "judged after" in shown.out + shown.err
     report = json.loads((tmp_path / "heuristic_search.json").read_text())
     assert report["env_steps"] <= 400
     file = str(tmp_path / "best_heuristic.json")

@@ -96,6 +96,7 @@ def test_a_seed_with_more_parameters_than_its_blueprint_has_a_gate():
 def test_planted_seeds_cost_from_the_first_step():
     grown = Architecture((PlacedSeed("r0c1", "conv_light", "GATE"),))
     found = meter(architectures=(Architecture(), grown))
+    assert found.of_structures[0] == 12 * 40 * 3 * HOST  # steps, examples, forward and backward passes
     found(report(1, measured=(True,)))
     gated = added(1, CONV_LIGHT, True)
     assert total(found.training) == [40 * 3 * HOST, 40 * 3 * (HOST + gated)]

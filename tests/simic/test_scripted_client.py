@@ -30,7 +30,7 @@ def test_every_baseline_drives_an_engine_and_learns_nothing() -> None:
         assert stats is not None
         assert stats.ops.sum() == 3 * 12
         assert client.update() == {}
-        if name != "heuristic":  # which first waits until training is stable, longer than these twelve steps
+        if name != "heuristic":  # which grows no seed that could not be judged within these twelve steps
             assert (stats.germinated.sum() == 0) == (name in ("wait_only", "static_final"))
 
 

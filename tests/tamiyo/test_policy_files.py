@@ -147,7 +147,7 @@ def test_a_rule_that_was_read_can_be_followed(tmp_path: Path) -> None:
 
 
 def test_a_tuned_heuristic_is_written_by_name_and_read_back(tmp_path: Path) -> None:
-    rules = HeuristicRules(blueprints=(5, 4), slots=(2, 0), tempo=0, drop=2.5, cooldown=0)
+    rules = HeuristicRules(blueprints=(5, 4), slots=(2, 0), tempo=0, patience=0.3, price=1.5)
     path = tmp_path / "best_heuristic.json"
     write_policy(path, rules, "digits", {"budget": 1}, SPEC)
     tree = json.loads(path.read_text())["heuristic"]
@@ -159,7 +159,7 @@ def test_a_tuned_heuristic_is_written_by_name_and_read_back(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"cooldown": -1}, r"heuristic.cooldown is -1; it must be at least 0"),
+        ({"price": "much"}, r'heuristic.price is "much"; it must be a number'),
         ({"slots": ["r9c9"]}, r"heuristic.slots\[0\] is \"r9c9\""),
         ({"temper": 1}, "heuristic.temper is unknown here"),
     ],

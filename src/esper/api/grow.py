@@ -411,6 +411,8 @@ def _grown(
         raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
     networks = f"{best_of} network{'s' * (best_of != 1)}"
     out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
+    if task.proposal is not None:
+        out.say(task.proposal)
     require_memory(config, task, dataset, device, out.say, num_envs=best_of, episodes=1, setting="best_of")
     watch, requests = _Watch(out, config), list[bool]()
     engine = engine_of(

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 
 from esper.api.arguments import checked
 from esper.kasmina.hosts.host import Interface, as_floats, near
-from esper.kasmina.hosts.module_host import Model, ModuleHost, ModuleHostSpec
+from esper.kasmina.hosts.module_host import ModuleHost
+from esper.kasmina.hosts.places import host_of
+from esper.kasmina.hosts.weights import Loaded, Model, Weights, started
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec, ScheduleName
 from esper.kasmina.parameters.population import check_smallest_batch
@@ -117,13 +119,17 @@ class Task:
 
     Args:
         model: a class or function that gives a new network in every call; it is not edited. The network is called with
-            x; with a, b where x is a tuple; by name where x is a dictionary.
-        slots: paths of submodules, such as "layer2.1", at whose outputs seeds may grow.
+            x; with a, b where x is a tuple; by name where x is a dictionary. Or a network: every host starts as a copy
+            of what it is now.
+        slots: paths of submodules, such as "layer2.1", at whose outputs seeds may grow; "layer?.*" stands for all that
+            match it part by part and can hold a seed. None: places are proposed, which `repr` names.
         train: (x [n, ...], y [n, ...]) as tensors or arrays, or a map-style `torch.utils.data.Dataset`, or a
             `DataLoader` of one, whose data set and `collate_fn` are taken. x may be a tuple or a dictionary of tensors;
             y too, with a `loss`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
         batch: examples per batch of training.
+        weights: with which every network starts, and buffers: a state dict, or a file of one (torch.save, safetensors),
+            of which nothing is executed. None: what `model` gives.
         name: for run directories and messages; that of the network if not given.
         outputs: what counts of the network's result, e.g. `lambda out: out.logits`. All of it if not given, which must
             be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.
@@ -133,7 +139,8 @@ class Task:
         metric: (outputs, targets) -> points of each example [B], where 100 is perfect; or bools, whether each is
             right. If only `loss` is given: by how many percent it is below `blind_loss`.
         unit: name of the points.
-        blind_loss: loss of guessing. If only `loss` is given: that of a new network.
+        blind_loss: loss of guessing. If only `loss` is given: that of a new network, without `weights`; give it where
+            `model` is a trained network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
         augmentation: a random change of training examples: a function of a batch x [B, ...] that draws from the
             global generators, as `torchvision.transforms.v2` do, or an `esper.tasks.datasets.Augmentation`.
@@ -162,13 +169,14 @@ class Task:
     @checked
     def __init__(
         self,
-        model: Model,
-        slots: Sequence[str],
-        train: Examples,
+        model: Model | nn.Module,
+        slots: Sequence[str] | None = None,
+        train: Examples | None = None,
         val: Examples | None = None,
         test: Examples | None = None,
         batch: int = 128,
         *,
+        weights: Weights | None = None,
         name: str | None = None,
         loss: PerExample | None = None,
         metric: PerExample | None = None,
@@ -195,6 +203,8 @@ class Task:
     ) -> None:
         values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "momentum": momentum}
         trained_by = replace(optimizer_of(optimizer, values, clip), schedule=schedule, warmup=warmup)
+        if train is None:
+            raise DataError("train is missing; give the examples as (x, y), a data set or a DataLoader.")
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
         prepare, example = _prepared(inputs, first)
@@ -205,8 +215,11 @@ class Task:
                 "the data; compute it for each example alone, and give random changes as augmentation=."
             )
         interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
-        host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
-        network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))
+        start, digest = started(model, weights)
+        host = host_of(start, slots, sample[:8], interface=interface)
+        enabled = tuple(point.slot_id for point in host.points())
+        drawn = replace(host, model=start.model) if isinstance(start, Loaded) else host  # guessing is not trained
+        network = cast(ModuleHost, deterministic_build(lambda: drawn.build(enabled, sample[:1])))
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1.")
         with seeded_generators(seed):  # the loss of guessing must be the same in every process
@@ -239,6 +252,8 @@ class Task:
         if (first.x_structure, first.y_structure) != (None, None):
             words = {"structure": f"{first.x_structure}, {first.y_structure}"}
             dataset = replace(dataset, identity={**dataset.identity, **words})
+        if digest is not None:  # a run does not go on with other ones
+            dataset = replace(dataset, identity={**dataset.identity, "sha256_weights": digest})
         dataset = replace(dataset, inputs=prepare, augmentation=augmentation_of(augmentation, first.x_structure))
         _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
@@ -249,7 +264,8 @@ class Task:
             family=host.family,
             host=host,
             load=_Given(dataset),
-            enabled=tuple(slots),
+            enabled=enabled,
+            proposed=slots is None,
             objective=objective,
             episode_length=episode_length,
             batch_train=batch,
@@ -268,8 +284,8 @@ class Task:
         host, objective = self.spec.host, self.spec.objective
         assert host is not None
         return (
-            f"Task({self.name!r}: {host.num_params():,} parameters, slots {', '.join(self.spec.enabled)}, "
-            f"{objective.unit})"
+            f"Task({self.name!r}: {host.num_params():,} parameters, slots {', '.join(self.spec.enabled)}"
+            f"{' (proposed)' * self.spec.proposed}, {objective.unit})"
         )
 
 

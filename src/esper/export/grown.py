@@ -35,6 +35,7 @@ from esper.kasmina.hosts.cnn import Block, CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.hosts.transformer import Layer, TransformerHost
+from esper.kasmina.hosts.weights import Loaded
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import buffer_layout, parameter_layout
 from esper.leyline.architecture import Architecture, PlacedSeed
@@ -357,7 +358,8 @@ def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
 def _plain_host(host: Host) -> tuple[Callable[[], nn.Module], Callable[[str], str]]:
     """What gives a new network, and the path of the submodule of a slot."""
     if isinstance(host, ModuleHost):
-        return host.spec.model, str
+        given = host.spec.model
+        return given.model if isinstance(given, Loaded) else given, str  # the weights are those of the host
     if isinstance(host, CNNHost):
         kinds = {"r0": "blocks", "r1": "pools"}
         return partial(ConvNet, **asdict(host.spec)), lambda slot: f"{kinds[slot[:2]]}.{slot[3:]}"

@@ -510,14 +510,18 @@ def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
+BACKWARD = 2
+"""Forward passes that one backward pass counts as."""
+
+
 def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
 
-    Those of attention are counted without its mask. `example` is a batch as hosts get it.
+    `example` is a batch as hosts get it.
     """
     args, kwargs = host.arguments(example[:1])
-    # without gradients the counter rejects a view of a parameter as the input of a layer, and it does not know the
-    # CPU's own attention
+    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer; and with
+    # attention as matrix products, because it does not know the fused kernels of a CPU
     with FlopCounterMode(display=False) as counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         module(*args, **kwargs)
     return int(counter.get_total_flops())

@@ -30,6 +30,7 @@ from esper.export.grown import Description, Grown, GrownModule, GrownSeed, Plain
 from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.kasmina.hosts.host import Host
+from esper.kasmina.hosts.weights import Copies
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FUTURE = "from __future__ import annotations\n"
@@ -119,6 +120,11 @@ class Code:
 
     def call(self, model: Callable[[], nn.Module]) -> str:
         """A call of what builds a network; raises UnwritableError."""
+        if isinstance(model, Copies):
+            raise UnwritableError(
+                "the task was given a network, whose source says nothing of its weights and arguments; give the class "
+                "or function that builds it as model=, and weights=network.state_dict()"
+            )
         if isinstance(model, partial):
             return f"{self.expression(model.func)}({', '.join(self._given(model))})"
         if isinstance(model, FunctionType) and model.__name__ == "<lambda>":

@@ -15,7 +15,8 @@ Compute is counted in floating-point operations: three forward passes for each t
 one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
 reproducible; one of minutes depends on the machine.
 
-Learning rates fall by a cosine, unless the task has a schedule of its own.
+Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
+Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
 """
 
 import json
@@ -32,7 +33,7 @@ from pydantic import Field
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
-from esper.export.network import GrownNetwork
+from esper.export.network import BACKWARD, GrownNetwork
 from esper.export.network import flops as flops_of
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -46,7 +47,6 @@ from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
-from esper.runs.evaluation.outcomes import BACKWARD
 from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.runs.training.checkpoint import read_state, write_state
 from esper.tasks.datasets import Dataset
@@ -71,6 +71,8 @@ _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _AFFORDABLE = 0.8
 """Share of the budget that one candidate may cost that is trained to the end."""
+_NEARLY = 0.85
+"""Share of its steps that the network that is kept should have at least."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -343,6 +345,7 @@ class Growth:
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
+        self._end = config.episode_length
         self.entries: list[Entry] = []
         self.rows: list[int] = []
         self.best: tuple[int, int, StateTree] | None = None
@@ -384,7 +387,7 @@ class Growth:
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
         for candidates, stages in plans:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
-            if longest(costs, until, left) >= target and target * until[0] >= min(2, target):
+            if longest(costs, until, left) >= _NEARLY * target and target * until[0] >= 1.0:
                 break
         return candidates, stages
 
@@ -470,8 +473,11 @@ class Growth:
         self._engine.add_fossils([candidate.architecture for candidate in candidates])
 
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
-        config = replace(self._config, episode_length=self.steps)
-        hosts = replace(config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1)
+        config = replace(self._config, episode_length=self._end)
+        begin = self.t if self.t < self._end else 0  # at the end nothing is trained
+        hosts = replace(
+            config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1, schedule_begin=begin
+        )
         rates = [candidate.rate for candidate in candidates]
         return engine_of(
             config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
@@ -523,10 +529,18 @@ class Growth:
         self._stage += 1
         stage = self._stages[self._stage]
         ranked = sorted(self.rows, key=lambda row: -self.entries[row].score(_SMOOTHED))
-        chosen: list[tuple[int, Candidate | None]] = [(row, None) for row in ranked[: stage.kept]]
+        chosen: list[tuple[int, Candidate | None]] = [(row, self._at_best_rate(row)) for row in ranked[: stage.kept]]
         best = self.entries[ranked[0]].candidate
         chosen += [(ranked[0], neighbour) for neighbour in self._neighbours(best)[: stage.new]]
         self._continue(chosen)
+
+    def _at_best_rate(self, row: int) -> Candidate | None:
+        """An entry with seeds at the learning rate that was best for the network alone, if it has another one."""
+        candidate = self.entries[row].candidate
+        alone = [entry for entry in self.entries if not entry.candidate.architecture.slots]
+        best = max(alone, key=lambda entry: entry.score(_SMOOTHED)).candidate.rate
+        changes = self._stage == 1 and candidate.architecture.slots and candidate.rate != best
+        return replace(candidate, rate=best) if changes else None
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""

@@ -1,29 +1,34 @@
-"""A controller of hand-written rules: wait for a plateau, grow one seed at a time, keep seeds that contribute.
+"""A controller of hand-written rules: grow early, judge late, keep what earns its price.
 
-Each host treats its first growing slot. Without one it germinates once training is stable and has stopped improving,
-with the blueprint that was pruned least often (ties in rotation). `HeuristicRules` has its numbers; `esper search
---heuristic` tunes them for a task.
+In each step a host does the first of these that is legal, in the first slot:
 
-    TRAINING   prune a seed that hurts or never passes its gate, else advance
-    BLENDING   prune a seed that hurts, advance at full weight, else wait
-    HOLDING    fossilize a seed that contributes and left the host better than at germination, else prune
+    PRUNE       a seed that does not earn its price when it is judged, or that never passes its gate
+    FOSSILIZE   a seed that earns its price when it is judged
+    GERMINATE   in an empty slot, while the seed can still be judged, with the blueprint that was pruned least often
+                (ties in rotation)
+    ADVANCE     a seed whose gate needs it
+
+A seed earns its price if its measured contribution is above what its parameters cost in J. It is judged in HOLDING,
+after a share of the time from its birth to the end of the episode: what a young seed contributes says little about what
+it will (docs/experiments.md). `HeuristicRules` has the numbers; `esper search --heuristic` tunes them for a task.
 
 Accuracies are percentage points, times are control steps.
 
-Shape legend: N = hosts, S = slots, L = blueprints in rotation, B = blueprints.
+Shape legend: N = hosts, S = slots, L = blueprints in rotation, B = blueprints, O = operations in the order above.
 """
 
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import (
-    GROWING,
+    HAS_MODULE,
     TEMPO_NAMES,
+    TEMPO_TICKS,
     AlphaMode,
     Head,
     HostFamily,
@@ -31,58 +36,53 @@ from esper.leyline.lifecycle import (
     SeedStage,
     stages_mask,
 )
-from esper.leyline.messages import EngineSpec, Observation, StoredStep
+from esper.leyline.messages import EngineSpec, Observation, SlotState, StoredStep
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.tamiyo.schedules import STANDARD
-from esper.tamiyo.scripted import canonical_actions, op_is_legal
+from esper.tamiyo.scripted import canonical_actions
 
-HOSTAGE_CONTRIBUTION = 0.1
+FAST = 0
 GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that fails its gate is pruned
 FULL = 1.0 - 1e-6
 
 ROTATION = {
-    HostFamily.CNN: (1, 7, 2, 3, 4),  # conv_light, conv_heavy, attention, norm, depthwise
+    HostFamily.CNN: (4, 5, 3, 1, 2),  # depthwise, bottleneck, norm, conv_light, attention
     HostFamily.TRANSFORMER: (8, 10, 2, 3, 9),  # lora, mlp_small, attention, norm, lora_large
 }
 
-_NEVER = -(2**20)
 _O, _S = LifecycleOp, SeedStage
+_PRIORITY = (_O.PRUNE, _O.FOSSILIZE, _O.GERMINATE, _O.ADVANCE, _O.WAIT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeuristicRules:
-    """The choices and numbers of the heuristic; the defaults suit no task in particular.
+    """The choices and numbers of the heuristic; the defaults gain on waiting in every built-in task that was tried.
 
     Attributes:
         blueprints: indices, in rotation; none for `ROTATION` of the family.
         slots: indices in the order in which they are grown; none for all, the lowest first.
         tempo: of all seeds, an index of that head.
         first_step: no seed germinates before.
-        plateau_epochs: epochs without improvement before a germination; 0 does not wait for a stable host either.
-        patience: epochs in a stage after which a seed is pruned if validation accuracy fell by more than `drop` points.
-        fossilize_above: contribution in points that a seed must have in HOLDING; others are pruned.
-        cooldown: steps from a prune to the next germination.
+        patience: share of the time from a seed's birth to the end after which it is judged, 0 to 1.
+        price: points that a seed must contribute for each unit by which it raises ln(parameters). 3 is the price in J.
+        fossilize_above: points that its contribution must exceed its price by.
     """
 
     blueprints: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
-    tempo: int = STANDARD
-    first_step: int = 5
-    plateau_epochs: int = 3
-    patience: int = 5
-    drop: float = 2.0
-    fossilize_above: float = 0.5
-    cooldown: int = 5
+    tempo: int = FAST
+    first_step: int = 1
+    patience: float = 0.5
+    price: float = 3.0
+    fossilize_above: float = 0.0
 
     def words(self, spec: EngineSpec) -> str:
         """The rules in one line."""
         blueprints = [spec.blueprint_names[index] for index in self.blueprints] or ["the usual blueprints"]
-        slots = [spec.slot_ids[index] for index in self.slots] or ["the lowest slot"]
+        slots = [spec.slot_ids[index] for index in self.slots] or ["all slots"]
         return (
-            f"{', '.join(blueprints)} in {', '.join(slots)}, {TEMPO_NAMES[self.tempo]}, from step {self.first_step}"
-            f"{f' on a plateau of {self.plateau_epochs}' if self.plateau_epochs else ''}, pruned after a drop of "
-            f"{self.drop:g} in {self.patience} epochs, kept above {self.fossilize_above:g} points, "
-            f"{self.cooldown} steps of rest"
+            f"{', '.join(blueprints)} in {', '.join(slots)}, {TEMPO_NAMES[self.tempo]}, from step {self.first_step}, "
+            f"judged after {self.patience:.0%} of the time, kept {self.fossilize_above:g} points above a price of "
+            f"{self.price:g}"
         )
 
 
@@ -91,19 +91,10 @@ DEFAULT_RULES = HeuristicRules()
 
 @tensor_dataclass
 class HeuristicMemory:
-    """Per host: step of the last prune, prunes of each blueprint, next place in the rotation."""
+    """Per host: prunes of each blueprint, next place in the rotation."""
 
-    last_prune: Int[Tensor, " N"]
     prune_count: Int[Tensor, "N B"]
     rotation: Int[Tensor, " N"]
-
-
-@tensor_dataclass
-class Candidate:
-    """The first growing slot of each host; `slot` has no meaning where `exists` is False."""
-
-    exists: Bool[Tensor, " N"]
-    slot: Int[Tensor, " N"]
 
 
 @final
@@ -118,33 +109,32 @@ class Heuristic:
                 f"the heuristic grows blueprints {', '.join(map(str, wanted))} but this run allows "
                 f"{', '.join(map(str, spec.selectable))}; allow one of them or use another controller."
             )
+        device, every = spec.device, range(spec.num_slots)
+        slots = rules.slots or tuple(every)
         self._rules = rules
-        self._slots = torch.tensor(rules.slots or range(spec.num_slots), device=spec.device)
+        self._slots = torch.tensor((*slots, *(slot for slot in every if slot not in slots)), device=device)
+        self._may_grow = torch.tensor([slot in slots for slot in every], device=device)
         self._num_blueprints = spec.num_blueprints
         self._gate_patience = GATE_PATIENCE * spec.min_training_epochs
-        self._rotation = torch.tensor(rotation, device=spec.device)
-        self._place = torch.arange(len(rotation), device=spec.device)
-        self._growing = torch.tensor(stages_mask(GROWING), device=spec.device)
-        self._canonical = canonical_actions(spec.device)
+        to_holding = spec.min_training_epochs + TEMPO_TICKS[rules.tempo] + 2
+        self._last_start = spec.episode_length - to_holding
+        self._rotation = torch.tensor(rotation, device=device)
+        self._place = torch.arange(len(rotation), device=device)
+        self._live = torch.tensor(stages_mask(HAS_MODULE), device=device)
+        self._priority = torch.tensor(_PRIORITY, device=device)
+        self._canonical = canonical_actions(device)
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> HeuristicMemory:
         """No prunes; the rotation starts at its first blueprint."""
         del episode
         zeros = torch.zeros_like(hosts)
-        return HeuristicMemory(
-            last_prune=torch.full_like(hosts, _NEVER),
-            prune_count=zeros[:, None].expand(-1, self._num_blueprints).clone(),
-            rotation=zeros,
-        )
+        return HeuristicMemory(prune_count=zeros[:, None].expand(-1, self._num_blueprints).clone(), rotation=zeros)
 
     def decide(self, obs: Observation, memory: HeuristicMemory) -> Int[Tensor, "N 8"]:
-        """One operation per host; WAIT where the intended one is not legal."""
-        candidate = self._candidate(obs.slots.stage)
-        germinate_N = ~candidate.exists & _wants_a_seed(obs, memory, self._rules)
-        op_N = torch.where(candidate.exists, self._treat(obs, candidate), _O.GERMINATE * germinate_N)
-        open_NS = obs.legal[:, _O.GERMINATE].index_select(1, self._slots)
-        slot_N = torch.where(candidate.exists, candidate.slot, self._slots[open_NS.to(torch.int8).argmax(dim=1)])
-        op_N = op_N * op_is_legal(obs.legal, op_N, slot_N)  # WAIT is 0
+        """One operation per host: the first of `_PRIORITY` that is wanted and legal."""
+        possible_NOS = self._wanted(obs) & obs.legal.index_select(1, self._priority)
+        first_N = possible_NOS.index_select(2, self._slots).flatten(1).to(torch.int8).argmax(dim=1)
+        op_N, slot_N = self._priority[first_N // obs.num_slots], self._slots[first_N % obs.num_slots]
         actions = self._canonical[op_N]
         actions[:, Head.SLOT] = slot_N * (op_N != _O.WAIT)
         actions[:, Head.BLUEPRINT] = self._next_blueprint(memory) * (op_N == _O.GERMINATE)
@@ -159,36 +149,35 @@ class Heuristic:
         grown_N = step.valid & (step.effective_op == _O.GERMINATE)
         place_N = (self._rotation == step.act.actions[:, Head.BLUEPRINT, None]).to(torch.int8).argmax(dim=1)
         return HeuristicMemory(
-            last_prune=memory.last_prune.masked_fill(pruned_N, step.t),
             prune_count=memory.prune_count.scatter_add(1, victim_N1, pruned_N[:, None].to(torch.int64)),
             rotation=torch.where(grown_N, (place_N + 1) % len(self._place), memory.rotation),
         )
 
-    def _candidate(self, stage: Int[Tensor, "N S"]) -> Candidate:
-        growing_NS = self._growing[stage]
-        return Candidate(exists=growing_NS.any(dim=1), slot=growing_NS.to(torch.int8).argmax(dim=1))
+    def _wanted(self, obs: Observation) -> Bool[Tensor, "N O S"]:
+        """Which operations are wanted on which slot, legal or not. Comparisons with NaN (not measured) are False."""
+        slots, rules = obs.slots, self._rules
+        measured_NS = (slots.stage == _S.HOLDING) & (slots.contribution_step == obs.t)
+        judged_NS = measured_NS & (slots.age >= rules.patience * (slots.age + obs.episode_length - obs.t))
+        earns_NS = slots.contribution - self._price(slots, obs.hosts.host_params) > rules.fossilize_above
+        refused_NS = (slots.stage == _S.TRAINING) & (slots.epochs_in_stage >= self._gate_patience)
+        in_time = rules.first_step <= obs.t <= self._last_start
+        blended_NS = (slots.alpha_target >= FULL) & (slots.alpha_mode == AlphaMode.HOLD)
+        return torch.stack(
+            (
+                judged_NS & ~earns_NS | refused_NS,
+                judged_NS & earns_NS,
+                (self._may_grow & in_time).expand_as(judged_NS),
+                (slots.stage != _S.BLENDING) | blended_NS,
+                torch.ones_like(judged_NS),
+            ),
+            dim=1,
+        )
 
-    def _treat(self, obs: Observation, candidate: Candidate) -> Int[Tensor, " N"]:
-        """Operation for the candidate. Comparisons with NaN (not measured) are False."""
-        at, val_acc = candidate.slot[:, None], obs.hosts.val_acc
-
-        def of(field: Tensor) -> Tensor:
-            return field.gather(1, at).squeeze(1)
-
-        slots = obs.slots
-        stage, epochs, contribution = of(slots.stage), of(slots.epochs_in_stage), of(slots.contribution)
-        training, blending, holding = stage == _S.TRAINING, stage == _S.BLENDING, stage == _S.HOLDING
-        rules = self._rules
-        hurts = (epochs >= rules.patience) & (val_acc - of(slots.acc_at_stage_start) < -rules.drop)
-        refused = training & (epochs >= self._gate_patience)
-        give_up = ((training | blending) & hurts | refused) & of(obs.legal[:, _O.PRUNE])
-        blended = blending & (of(slots.alpha_target) >= FULL) & (of(slots.alpha_mode) == AlphaMode.HOLD)
-        advance = ((stage == _S.GERMINATED) | training | blended) & ~give_up
-        judged = holding & (of(slots.contribution_step) == obs.t)
-        hostage = (contribution > HOSTAGE_CONTRIBUTION) & (val_acc - of(slots.acc_at_germination) < 0.0)
-        keep = judged & (contribution > rules.fossilize_above) & ~hostage
-        prune = give_up | (judged & ~keep)
-        return _O.PRUNE * prune + _O.FOSSILIZE * keep + _O.ADVANCE * advance  # at most one is True
+    def _price(self, slots: SlotState, host_params: Int[Tensor, " N"]) -> Float[Tensor, "N S"]:
+        """What each seed costs beside the others, in points."""
+        params_NS = slots.params * self._live[slots.stage]
+        all_N1 = (host_params + params_NS.sum(dim=1))[:, None].clamp(min=1)
+        return -self._rules.price * torch.log1p(-params_NS / all_N1)
 
     def _next_blueprint(self, memory: HeuristicMemory) -> Int[Tensor, " N"]:
         """The least pruned blueprint; ties go to the first from `rotation` on."""
@@ -196,9 +185,3 @@ class Heuristic:
         length = len(self._place)
         turn_NL = (self._place - memory.rotation[:, None]) % length
         return self._rotation[(counts_NL * length + turn_NL).argmin(dim=1)]
-
-
-def _wants_a_seed(obs: Observation, memory: HeuristicMemory, rules: HeuristicRules) -> Bool[Tensor, " N"]:
-    rested = obs.t - memory.last_prune >= rules.cooldown
-    ready = obs.hosts.stabilized & (obs.hosts.plateau_count >= rules.plateau_epochs)
-    return rested & (ready | (rules.plateau_epochs == 0)) & (obs.t >= rules.first_step)

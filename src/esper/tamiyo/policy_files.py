@@ -41,7 +41,7 @@ from esper.leyline.lifecycle import (
     Style,
 )
 from esper.leyline.messages import EngineSpec
-from esper.leyline.settings import AtLeast0, AtLeast1, first_problem
+from esper.leyline.settings import AtLeast1, first_problem
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import (
     FEATURES,
@@ -134,7 +134,7 @@ def _model(title: str, /, **fields: Any) -> Any:  # noqa: ANN401 -- pydantic's t
     return model
 
 
-def _files(spec: EngineSpec) -> TypeAdapter[Any]:
+def _files(spec: EngineSpec) -> Any:  # noqa: ANN401 -- a TypeAdapter, which the shape checks cannot take
     """What a file may hold, with the names of this run."""
     names: dict[Head, Any] = {head: Literal[tuple(_values(head, spec))] for head in Head if head is not Head.OP}
     needed = (Head.SLOT, Head.BLUEPRINT)
@@ -153,7 +153,7 @@ def _files(spec: EngineSpec) -> TypeAdapter[Any]:
     blueprint: Any = names[Head.BLUEPRINT]
     heuristic = _model(
         "heuristic", blueprints=list[blueprint], slots=list[slot], tempo=names[Head.TEMPO], first_step=AtLeast1,
-        plateau_epochs=AtLeast0, patience=AtLeast0, drop=float, fossilize_above=float, cooldown=AtLeast0,
+        patience=float, price=float, fossilize_above=float,
     )  # fmt: skip
     kinds = {"schedule": schedule, "rule": rule, "heuristic": heuristic}
     files = tuple(

@@ -34,7 +34,7 @@ class TaskSpec:
         family: family of the host; decides which blueprints fit.
         host: architecture of the host, or None. script: constants of the scripted dynamics, or None.
         load: loads the data set, or None. source: the files that `load` reads from the data folder, or None.
-        enabled: slots that a run uses by default, in action order.
+        enabled: slots that a run uses by default, in action order. proposed: whether esper chose them.
         objective: what the hosts are trained for and judged by.
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
         batches_per_step: batches of training in one control step, which continue through the permutation of the
@@ -54,6 +54,7 @@ class TaskSpec:
     episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)]
     min_training_epochs: AtLeast1
     objective: Objective
+    proposed: bool = False
     host: HostSpec | None = None
     script: NullSpec | None = None
     load: DatasetLoader | None = None
@@ -94,6 +95,11 @@ class TaskSpec:
             raise ConfigError(
                 f"slots {', '.join(self.enabled)} are not in action order; list them as {', '.join(ordered)}."
             )
+
+    @property
+    def proposal(self) -> str | None:
+        """The slots, where they were proposed, and how others are chosen."""
+        return f"slots (proposed): {', '.join(self.enabled)}; name others with slots=" if self.proposed else None
 
     @property
     def offered(self) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ class EngineConfig:
         run_seed: key of every random draw.
         num_envs: N. host_offset: global number of the first host of this process.
         distinct_hosts: how many hosts differ, others are their copies (`leyline.protocols.host_numbers`); None: all.
-        episode_length: E, control steps per episode.
+        episode_length: E, control steps per episode. schedule_begin: steps after which the schedule of the learning
+            rates begins, to end with the episode.
         slots: enabled slots in action order.
         time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").
         executor: "streamed" runs the hosts one after another, bit for bit as if each were alone; "fused" all at once,
@@ -49,6 +50,7 @@ class EngineConfig:
     run_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     num_envs: Annotated[int, Field(ge=1, le=1_000_000)] = 16
     episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)] = 40
+    schedule_begin: AtLeast0 = 0
     slots: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_SLOTS)] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"

@@ -6,17 +6,19 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.parameters.population import FlatParameters
+from esper.kasmina.parameters.population import FlatParameters, channels_last, host_kind, runs_channels_last
 from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.random import Stream, to_uniform, words
 from esper.leyline.tensor_dataclass import named_tensors
 from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
+from user_networks import ResNet8
 
 CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
 EPISODE, T = 2, 4
@@ -360,3 +362,29 @@ def test_no_rows_are_trained_without_complaint():
     assert working.params.shape == (0, 0)
     flat.finish(working)
     assert all(torch.equal(flat.tensors()[name], value) for name, value in before.items())
+
+
+class Viewing(nn.Module):
+    """A convolution whose output is flattened by `view`, which refuses features that lie channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4 * 36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.conv(x)).view(len(x), -1))
+
+
+@pytest.mark.parametrize(("network", "runs"), [(Viewing, False), (ResNet8, True)])
+def test_a_network_gets_channels_last_images_where_it_takes_them(network, runs):
+    x = torch.randn(2, 1 if network is Viewing else 3, 6, 6)
+    host = ModuleHostSpec.of(network, ["conv" if network is Viewing else "layer1"], x[:1])
+    kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))
+    assert runs_channels_last(kind, x) is runs
+
+
+def test_channels_last_images_have_the_same_values_in_another_order_also_with_one_channel():
+    x = torch.randn(2, 1, 3, 4)
+    assert torch.equal(channels_last(x), x)
+    assert channels_last(x).stride() == (12, 1, 4, 1)
+    assert channels_last(x.long()).stride() == x.stride()

@@ -85,6 +85,10 @@ def test_a_chart_saves_its_data_as_csv(tab: Any, tmp_path: Path) -> None:
     ]
 
 
+def ticks(tab: Any) -> list[str]:
+    return tab.locator("#curves .chart").first.locator("[aria-label='x-axis tick label'] text").all_text_contents()
+
+
 def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -> None:
     chart = tab.locator("#curves .chart").first
     chart.scroll_into_view_if_needed()

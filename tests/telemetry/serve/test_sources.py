@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record.reader import Record
-from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, version_of
+from esper.telemetry.serve.runs import LIVE, OPEN, Runs, UnknownRunError, version_of
 from served_runs import add_round, write_run
 
 

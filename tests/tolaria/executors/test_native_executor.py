@@ -148,7 +148,7 @@ def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
         population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
         hosts = HostData(
             population, data, OBJECTIVE, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU),
-            last_batch="keep", episode_length=1,
+            last_batch="keep", schedule=(0, 1),
         )  # fmt: skip
         wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
         wrapped.reset(0)

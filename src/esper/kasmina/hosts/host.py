@@ -171,6 +171,7 @@ class Host(nn.Module, ABC):
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
         global_rng: whether its forward pass draws from the global generators of PyTorch, Python or numpy, which are
             then seeded for each host and step. Such hosts run one by one.
+        any_layout: whether images may lie channels-last, in which convolutions of a CPU are faster.
         causal: of sequences: whether outputs at a position depend on no later one. Gates then see the past alone.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
@@ -180,6 +181,7 @@ class Host(nn.Module, ABC):
     largest_activation: int
     shares_prefixes: bool = True
     global_rng: bool = False
+    any_layout: bool = False
     causal: bool = True
     frozen: tuple[str, ...] = ()
 

@@ -41,6 +41,7 @@ from esper.kasmina.hosts.host import (
     inputs_in_words,
     near,
 )
+from esper.kasmina.hosts.weights import Model
 from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import (
@@ -383,8 +384,6 @@ def _kind(found: object) -> str:
     return f"a {type(found).__name__}"
 
 
-Model = Callable[[], nn.Module]
-"""Gives a new network in every call."""
 _ROWS = 4
 
 
@@ -427,6 +426,8 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     """
     try:
         network = model()
+    except ConfigError:
+        raise  # says already what is wrong with the weights
     except Exception as error:  # any error of the user's code
         raise ConfigError(f"the model cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(network, nn.Module):
@@ -455,7 +456,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         ConfigError: the network cannot be a host (see `module_checks`).
     """
     _check_model(model)
-    x, others = _inputs(example, interface).split(_ROWS)
+    x, others = probe_inputs(example, interface)
     first = interface.arguments(x[:1])
 
     def built(example: Arguments | None) -> nn.Module:
@@ -466,7 +467,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         network, again = built(first), built(first)
         check_weights(network, again)
     check_paths(network, slots)
-    _disturb(network.eval())
+    disturb(network.eval())
     with torch.no_grad():
         check_examples(network, slots, x, others)
         facts = _facts(network, slots, x, interface)
@@ -588,15 +589,19 @@ def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor, interface: Interf
     return near(run_once(network, batch).output[:, :half], outputs[:, :half])
 
 
-def _inputs(example: Tensor, interface: Interface) -> Tensor:
-    """Twice `_ROWS` different inputs: those of the example, or others with its values if there are too few.
+def probe_inputs(example: Tensor, interface: Interface) -> tuple[Tensor, Tensor]:
+    """Two batches of different inputs: those of the example, or others with its values if there are too few.
 
     The tensors of one example belong together, so several are drawn as they are.
+
+    Raises:
+        ConfigError: the example is empty.
     """
     if example.dim() == 0 or not example.numel():
         raise ConfigError(f"the example is {list(example.shape)}; it must be inputs [B, ...] as in the data.")
     if len(example) >= 2 * _ROWS:
-        return example[: 2 * _ROWS].cpu().clone()
+        x, others = example[: 2 * _ROWS].cpu().clone().split(_ROWS)
+        return x, others
     generator, values = torch.Generator().manual_seed(0), example.detach().cpu()
     shape = (2 * _ROWS, *example.shape[1:])
     if interface.inputs is None:
@@ -606,11 +611,12 @@ def _inputs(example: Tensor, interface: Interface) -> Tensor:
     if drawn.is_floating_point():
         scale = float(values.std(correction=0)) or 1.0
         drawn = drawn + scale * torch.randn(shape, generator=generator)
-    return drawn
+    return drawn[:_ROWS], drawn[_ROWS:]
 
 
 @torch.no_grad()
-def _disturb(network: nn.Module) -> None:
+def disturb(network: nn.Module) -> None:
+    """Add small numbers to all trainable weights, because those that start at zero would hide things."""
     generator = torch.Generator().manual_seed(0)
     for parameter in (p for p in network.parameters() if p.requires_grad):
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
@@ -688,6 +694,8 @@ class ModuleHostSpec:
 @final
 class ModuleHost(Host):
     """The user's network, with dropout whose masks are keyed."""
+
+    any_layout = True
 
     def __init__(self, spec: ModuleHostSpec, slot_ids: Iterable[str]) -> None:
         """A new network; raises ConfigError if a slot does not exist."""

@@ -21,7 +21,7 @@ from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.host import Host
+from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.initialization import (
     Builds,
@@ -318,6 +318,32 @@ def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
         outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
     kind.template.global_rng |= draws
     return outputs
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """A copy of images [B, C, H, W] that lies as [B, H, W, C] does, also where C is 1; other tensors as they are."""
+    if x.dim() != 4 or not x.is_floating_point():
+        return x
+    _, c, h, w = x.shape
+    return x.new_empty_strided(x.shape, (c * h * w, 1, c * w, c)).copy_(x)
+
+
+def runs_channels_last(kind: Kind, x: Tensor) -> bool:
+    """Whether a network with convolutions runs forward and backward on images that lie so, with the same outputs.
+
+    On a CPU its convolutions are faster then. Networks that `view` their features refuse them.
+    """
+    module = deterministic_build(kind.build).train()
+    if channels_last(x) is x or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()):
+        return False
+    usual, _ = _run_once(module, x, lambda slot_id, h: h)
+    try:
+        found, _ = _run_once(deterministic_build(kind.build).train(), channels_last(x), lambda slot_id, h: h)
+        if found.requires_grad:
+            found.sum().backward()
+    except RuntimeError:
+        return False
+    return near(found.detach(), usual.detach())
 
 
 def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:

@@ -28,8 +28,15 @@ from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
 from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
-from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
-from esper.runs.evaluation.races import Plans, is_plans, plan_within, random_structures, read_plans
+from esper.runs.evaluation.outcomes import SEED_OFFSET, CostMeter, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.races import (
+    Plans,
+    in_random_order,
+    is_plans,
+    plan_within,
+    read_plans,
+    small_structures,
+)
 from esper.runs.evaluation.results import (
     RACES,
     RANDOM_SEARCH,
@@ -273,10 +280,8 @@ def compare(
         if flops is not None:
             _require_plain_run(session.alone([REFERENCE])[REFERENCE], flops)
         alone: dict[str, Sequence[Outcome]] = {**session.alone(own)}
-        of_races = dict[str, list[Entry]]()
-        if races:
-            budget = flops or spent_by(alone)
-            of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
+        budget = flops or (spent_by(alone) if races else 0.0)
+        of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
         alone |= {name: entries[-1].outcomes for name, entries in of_races.items() if entries}
         equal = None if flops is None else _at_equal_compute(session, alone, of_races, flops)
     rows = results(alone, configs[0].reward, configs[0].task_spec().objective, by_run=bool(runs))
@@ -288,7 +293,7 @@ def compare(
         num_envs=num_envs,
         data=session.data,
         rows=rows,
-        notes=[*notes, *(f"{name}: {entries[-1].label}." for name, entries in of_races.items() if entries)],
+        notes=[*notes, *(_label(name, entries, budget) for name, entries in of_races.items())],
         reused=session.reused,
         equal=equal,
     )
@@ -322,6 +327,13 @@ def _require_plain_run(plain_hosts: Sequence[Outcome], budget: float) -> None:
         )
 
 
+def _label(name: str, entries: Sequence[Entry], budget: float) -> str:
+    """What the last entry is, or that there is none."""
+    if entries:
+        return f"{name}: {entries[-1].label}."
+    return f"{name}: a single training spends more than {short(budget)} FLOPs per host, so it is left out."
+
+
 def spent_by(alone: Mapping[str, Sequence[Outcome]]) -> float:
     """The budget of a race: what a host of the trained controller spends, or some trainings of the plain host."""
     factor, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
@@ -339,7 +351,8 @@ def _at_equal_compute(
     entries = {name: list(found) for name, found in of_races.items()}
     for name, first in alone.items():
         if name not in RACES:
-            entries[name] = list(best_of(name, "run", session.runs(name, first, budget), weights, budget))
+            runs = session.runs(name, first, budget)
+            entries[name] = list(best_of(name, "run", runs, weights, budget, every_step=True))
     fitting = {name: found for name, found in entries.items() if found}
     return EqualCompute(
         budget=budget,
@@ -352,11 +365,7 @@ def _at_equal_compute(
         labels={name: found[-1].label for name, found in fitting.items()},
         tried={name: found[-1].tried for name, found in fitting.items()},
         curves={name: [point(entry, weights) for entry in found] for name, found in fitting.items()},
-        excluded=[
-            f"{name}: a single run spends more than {short(budget)} FLOPs per host, so it is left out."
-            for name in entries
-            if name not in fitting
-        ],
+        excluded=[_label(name, [], budget) for name in entries if name not in fitting],
     )
 
 
@@ -423,6 +432,12 @@ class _Place:
         config = self.config.engine(run_seed=self.group.seed, num_envs=1)
         spec = engine_of(self.config, self.dataset, self.device, engine_config=config).spec
         return replace(spec, num_envs=num_envs)
+
+    def meter(self, structures: Sequence[Architecture]) -> CostMeter:
+        """Of hosts with these structures, one each."""
+        assert self.dataset is not None, "only networks are measured"
+        spec, task = self.spec(len(structures)), self.config.task_spec()
+        return CostMeter(task, self.dataset, spec, np.zeros((spec.num_slots, spec.num_blueprints)), structures)
 
 
 def _place(group: Group) -> _Place:
@@ -499,7 +514,7 @@ class _Session:
         """
         weights = self.config.reward
         if name == RANDOM_SEARCH:
-            return list(best_of(name, "random structure", self._random(), weights, budget))
+            return list(best_of(name, "random structure", self._random(budget), weights, budget, every_step=False))
         last = plan_within(plans[name], name, budget)
         chosen = [plan for plan in plans[name] if plan.flops <= last.flops] if all_plans else [last]
         return [of_plan(name, plan, self.structure, weights) for plan in chosen]
@@ -512,9 +527,14 @@ class _Session:
             self._structures[structure] = [self._outcome(place, controller) for place in self._places]
         return self._structures[structure]
 
-    def _random(self) -> Iterator[Sequence[Outcome]]:
-        """Passes in which every host has a random structure that it has not had yet."""
-        drawn = [random_structures(place.spec(self._num_envs)) for place in self._places]
+    def _random(self, budget: float) -> Iterator[Sequence[Outcome]]:
+        """Passes in which every host has a structure that it has not had yet, of those that cost half of the budget."""
+        drawn = []
+        for place in self._places:
+            known_ones = list(small_structures(place.spec(1)))
+            flops = place.meter(known_ones).of_structures
+            cheap = [structure for structure, cost in zip(known_ones, flops, strict=True) if 2.0 * cost <= budget]
+            drawn.append(in_random_order(cheap, place.spec(self._num_envs)))
         for passes in zip(*drawn, strict=True):
             self._progress.more(len(self._places))
             yield [

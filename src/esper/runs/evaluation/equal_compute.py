@@ -52,15 +52,25 @@ def spent(outcome: Outcome) -> float:
 
 
 def best_of(
-    name: str, noun: str, passes: Iterable[Sequence[Outcome]], weights: RewardConfig, budget: float
+    name: str,
+    noun: str,
+    passes: Iterable[Sequence[Outcome]],
+    weights: RewardConfig,
+    budget: float,
+    *,
+    every_step: bool,
 ) -> Iterator[Entry]:
-    """Races of the first pass, of the first two, and so on within the budget; a pass has one outcome per group."""
+    """Races of the first pass, of the first two, and so on within the budget; a pass has one outcome per group.
+
+    `every_step`: see `raced`.
+    """
     runs = list[Sequence[Outcome]]()
     for outcomes in passes:
         runs.append(outcomes)
         number = len(runs)
         label = f"one {noun}" if number == 1 else f"best of {number} {noun}s"
-        entry = Entry(label, number, [raced(name, of_group, weights) for of_group in zip(*runs, strict=True)])
+        by_group = zip(*runs, strict=True)
+        entry = Entry(label, number, [raced(name, found, weights, every_step=every_step) for found in by_group])
         if entry.flops > budget:
             return
         yield entry

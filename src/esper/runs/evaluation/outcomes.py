@@ -33,7 +33,7 @@ from torch import Tensor
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
-from esper.export.network import flops
+from esper.export.network import BACKWARD, flops
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, architecture_arrays, architectures_of
@@ -54,8 +54,6 @@ from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 
-BACKWARD = 2
-"""Forward passes that one backward pass counts as."""
 _TRAINED = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
 
 
@@ -117,12 +115,18 @@ class CostMeter:
 
     def __call__(self, report: StepReport) -> None:
         """Add the step of the report, which ran the structure of the report before it."""
-        self.training.append((1 + BACKWARD) * self._train * (self.host + self._seeds.sum(axis=1)))
+        self.training.append(self.of_structures / self._spec.episode_length)
         on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
         self.measuring.append(self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1))
         present = np.isin(report.stage, _TRAINED)
         without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
         self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
+
+    @property
+    def of_structures(self) -> np.ndarray:
+        """FLOPs [N] of training the hosts for an episode, with the structures that they have now."""
+        per_example: np.ndarray = self.host + self._seeds.sum(axis=1)
+        return self._spec.episode_length * (1 + BACKWARD) * self._train * per_example
 
     def cost(self, stats: RolloutStats) -> TrainingCost:
         """The cost of the finished episode and of the networks that it left."""

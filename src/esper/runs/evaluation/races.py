@@ -9,7 +9,8 @@
 Each is a *race*: candidates, rungs (steps), and the best one that reaches the end, by 100·J with validation. Test is
 read for that one alone. Hosts do not influence each other and every draw is keyed by the host, so a candidate that
 stops at a rung is one that was run to its end and is read as far as the rung. So every candidate is run once, and any
-race over it is computed from its curve.
+race over it is computed from its curve. Its FLOPs are those of training until it stops, and of measuring it where the
+race looks at it: at the rungs and at the end. A controller is measured in every step, because it looks at every one.
 
 Shape legend: N = hosts, T = steps, K = all candidates, C = those of a race, R = its rungs and the end, B = races.
 """
@@ -41,18 +42,19 @@ from esper.tolaria.state import RolloutCost
 @final
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Candidates on the same hosts: 100·J by validation [K, T, N], and the FLOPs spent so far [K, T, N].
+    """Candidates on the same hosts, each [K, T, N]: 100·J by validation, and the FLOPs of each step.
 
     The last J is that of the network that is kept. The others hold for structures that are there from step 1 on.
     """
 
     worth: Float[np.ndarray, "K T N"]
-    spent: Float[np.ndarray, "K T N"]
+    training: Float[np.ndarray, "K T N"]
+    measuring: Float[np.ndarray, "K T N"]
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], weights: RewardConfig) -> "Curves":
         """The curves of networks; an accuracy that is not a number counts as 0, as in the reward."""
-        worth, spent = [], []
+        worth, costs = [], []
         for outcome in outcomes:
             stats = outcome.stats
             assert outcome.cost is not None, f"{outcome.name} was not run on networks"
@@ -60,13 +62,15 @@ class Curves:
                 np.concatenate((outcome.val[:-1], stats.committed_acc[None])).astype(np.float64), nan=0.0
             )
             worth.append(100.0 * objective_value(val, stats.fossil_params, stats.host_params, weights))
-            spent.append(outcome.cost.steps.cumsum(axis=0))
-        return cls(np.stack(worth), np.stack(spent))
+            costs.append(outcome.cost)
+        return cls(
+            np.stack(worth), np.stack([cost.training for cost in costs]), np.stack([cost.measuring for cost in costs])
+        )
 
-    def at(self, rungs: Sequence[int]) -> "Curves":
-        """The same after the steps `rungs` and at the end, T = R."""
+    def at(self, rungs: Sequence[int]) -> tuple[Float[np.ndarray, "K R N"], Float[np.ndarray, "K R N"]]:
+        """J at the steps `rungs` and at the end, and the FLOPs of a candidate that is measured there, up to each."""
         rows = [step - 1 for step in rungs] + [self.worth.shape[1] - 1]
-        return Curves(self.worth[:, rows], self.spent[:, rows])
+        return self.worth[:, rows], self.training.cumsum(axis=1)[:, rows] + self.measuring[:, rows].cumsum(axis=1)
 
 
 def race(
@@ -91,7 +95,14 @@ def race(
     return np.where(runs, worth[..., -1, :], -np.inf).argmax(axis=-2), stopped
 
 
-def raced(name: str, outcomes: Sequence[Outcome], weights: RewardConfig, rungs: Sequence[int] = ()) -> Outcome:
+def raced(
+    name: str,
+    outcomes: Sequence[Outcome],
+    weights: RewardConfig,
+    rungs: Sequence[int] = (),
+    *,
+    every_step: bool = False,
+) -> Outcome:
     """The outcome of a race: the candidate that each host keeps, with all that was spent on the host.
 
     Args:
@@ -99,12 +110,15 @@ def raced(name: str, outcomes: Sequence[Outcome], weights: RewardConfig, rungs: 
         outcomes: of the candidates, on the same hosts.
         weights: of J.
         rungs: steps in rising order, before the last one.
+        every_step: whether the candidates are measured in every step, and not at the rungs and the end alone.
     """
     curves = Curves.of(outcomes, weights)
     steps = curves.worth.shape[1]
-    chosen_N, rung_CN = race(curves.at(rungs).worth)
+    chosen_N, rung_CN = race(curves.at(rungs)[0])
     last_CN = np.array([*rungs, steps])[rung_CN]
-    ran_CTN = np.arange(1, steps + 1)[:, None] <= last_CN[:, None]
+    step_T1 = np.arange(1, steps + 1)[:, None]
+    ran_CTN = step_T1 <= last_CN[:, None]
+    measured_CTN = ran_CTN & (every_step | np.isin(step_T1, [*rungs, steps]))
     hosts = np.arange(len(chosen_N))
 
     def kept(values: Sequence[np.ndarray]) -> np.ndarray:
@@ -116,7 +130,6 @@ def raced(name: str, outcomes: Sequence[Outcome], weights: RewardConfig, rungs: 
     arrays: dict[str, Any] = {
         of: kept([getattr(one, of) for one in stats]) for of, x in own.items() if isinstance(x, np.ndarray)
     }
-    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     return Outcome(
         name=name,
         stats=replace(stats[0], **arrays, cost=_together([one.cost for one in stats])),
@@ -124,9 +137,9 @@ def raced(name: str, outcomes: Sequence[Outcome], weights: RewardConfig, rungs: 
         val=np.stack([outcome.val for outcome in outcomes])[chosen_N, :, hosts].T,
         grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
         cost=TrainingCost(
-            per_example=kept([cost.per_example for cost in costs]),
-            training=(np.stack([cost.training for cost in costs]) * ran_CTN).sum(axis=0),
-            measuring=(np.stack([cost.measuring for cost in costs]) * ran_CTN).sum(axis=0),
+            per_example=kept([outcome.cost.per_example for outcome in outcomes if outcome.cost is not None]),
+            training=(curves.training * ran_CTN).sum(axis=0),
+            measuring=(curves.measuring * measured_CTN).sum(axis=0),
         ),
     )
 
@@ -150,14 +163,18 @@ def single_seeds(spec: EngineSpec) -> list[tuple[int, int]]:
     return list(product(range(spec.num_slots), spec.selectable))
 
 
-def random_structures(spec: EngineSpec) -> Iterator[tuple[Architecture, ...]]:
-    """All structures of no, one or two seeds, in a random order for each host; one for every host at a time."""
+def small_structures(spec: EngineSpec) -> dict[Architecture, tuple[tuple[int, int], ...]]:
+    """All structures of no, one or two seeds, with these as (slot, blueprint) indices."""
     singles = single_seeds(spec)
     pairs = [pair for pair in combinations(singles, 2) if pair[0][0] != pair[1][0]]
-    known = [of_seeds(seeds, spec) for seeds in ((), *((seed,) for seed in singles), *pairs)]
-    order_NK = permutation(spec.run_seed, Stream.RANDOM_STRUCTURES, spec.host_ids().cpu(), len(known))
+    return {of_seeds(seeds, spec): seeds for seeds in ((), *((seed,) for seed in singles), *pairs)}
+
+
+def in_random_order(structures: Sequence[Architecture], spec: EngineSpec) -> Iterator[tuple[Architecture, ...]]:
+    """The structures in a random order for each host; one for every host at a time."""
+    order_NK = permutation(spec.run_seed, Stream.RANDOM_STRUCTURES, spec.host_ids().cpu(), len(structures))
     for row in order_NK.T.tolist():
-        yield tuple(known[i] for i in row)
+        yield tuple(structures[i] for i in row)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -189,63 +206,85 @@ class RacePlan:
 Plans = Mapping[str, Sequence[RacePlan]]
 """The plans of `portfolio` and `halving`, each better and more expensive than the one before it."""
 
-MOST_CANDIDATES = 12
+MOST_CANDIDATES = 8
 """Of a plan."""
-_MOST_RUNGS = 3
+LEAST_GAIN = 0.3
+"""Points of 100·J by which a plan must beat every cheaper one; smaller gains are noise of the hosts."""
+_MOST_RUNGS = 2
 _RUNGS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.7)
 """Where rungs are tried, in shares of an episode."""
+_CLASS = 1.25
+"""Ratio of the FLOPs of the cheapest and the most expensive race of one class."""
+_AT_ONCE = 256  # races whose arrays are in memory
 
 
 def best_plans(curves: Curves, structures: Sequence[Architecture]) -> Plans:
-    """The plans that no plan of equal or lower cost beats, on these (training) hosts.
+    """The plans that no plan of equal or lower cost equals, on these (training) hosts.
 
-    For all rungs that are tried, candidates are added one by one: that which raises mean J most, and once more, from
-    the cheapest on, that which raises it most per FLOP (the two greedy orders of cost-effective submodular selection,
-    Leskovec et al., 2007).
+    A beam search for all rungs that are tried: every set of candidates in the beam gets one candidate more in every
+    possible way. The best of each class of FLOPs stay in the beam, if no cheaper one of as many candidates is better.
     """
     length = curves.worth.shape[1]
     steps = sorted({round(share * length) for share in _RUNGS} - {0, length})
     halving = [rungs for number in range(1, _MOST_RUNGS + 1) for rungs in combinations(steps, number)]
-    return {PORTFOLIO: _front(curves, structures, [()]), HALVING: _front(curves, structures, halving)}
+    without = _plans(curves, structures, ())
+    alone = [plan for plan in without if len(plan.structures) == 1]
+    with_rungs = [plan for rungs in halving for plan in _plans(curves, structures, rungs)]
+    return {PORTFOLIO: _front(without), HALVING: _front([*alone, *with_rungs])}
 
 
-def _front(
-    curves: Curves, structures: Sequence[Architecture], several: Sequence[tuple[int, ...]]
-) -> tuple[RacePlan, ...]:
-    """The plans with these rungs that are better than every cheaper one, the cheapest first."""
-    plans = [
+def _plans(curves: Curves, structures: Sequence[Architecture], rungs: tuple[int, ...]) -> list[RacePlan]:
+    """All that are in the beam."""
+    return [
         RacePlan(structures=tuple(structures[k] for k in members), rungs=rungs, flops=flops, objective=objective)
-        for rungs in several
-        for by_price in (False, True)
-        for members, objective, flops in _added(curves.at(rungs), by_price=by_price)
+        for flops, objective, members in _beam(*curves.at(rungs))
+        if len(members) >= 2 ** len(rungs)  # with fewer the last rung has nothing to decide
     ]
+
+
+def _front(plans: Sequence[RacePlan]) -> tuple[RacePlan, ...]:
+    """The plans that are better than every cheaper one, the cheapest first."""
     best, found = -math.inf, list[RacePlan]()
     for plan in sorted(plans, key=lambda plan: (plan.flops, -plan.objective)):
-        if plan.objective > best and (len(plan.structures) > 1 or not plan.rungs):
+        if plan.objective >= best + LEAST_GAIN:
             best = plan.objective
             found.append(plan)
     return tuple(found)
 
 
-def _added(curves: Curves, *, by_price: bool) -> Iterator[tuple[list[int], float, float]]:
-    """Members, mean J and mean FLOPs of a race that gets one candidate more each time; `curves` are at its rungs."""
-    members, objective, flops = list[int](), 0.0, 0.0
-    while len(members) < min(MOST_CANDIDATES, len(curves.worth)):
-        others = [k for k in range(len(curves.worth)) if k not in members]
-        races_BC = np.array([[*members, k] for k in others])
-        worth_BCRN, spent_BCRN = curves.worth[races_BC], curves.spent[races_BC]
-        chosen_BN, rung_BCN = race(worth_BCRN)
-        worth_B = np.take_along_axis(worth_BCRN[:, :, -1], chosen_BN[:, None], axis=1).mean(axis=(1, 2))
-        spent_B = np.take_along_axis(spent_BCRN, rung_BCN[:, :, None], axis=2).sum(axis=1).mean(axis=(1, 2))
-        if not by_price:
-            best = int(worth_B.argmax())
-        elif members:
-            best = int(((worth_B - objective) / np.maximum(spent_B - flops, 1.0)).argmax())
-        else:
-            best = int(spent_B.argmin())
-        members = [*members, others[best]]
-        objective, flops = float(worth_B[best]), float(spent_B[best])
-        yield members, objective, flops
+Race = tuple[float, float, tuple[int, ...]]
+"""Mean FLOPs, mean J, and the candidates in rising order."""
+
+
+def _beam(worth: Float[np.ndarray, "K R N"], spent: Float[np.ndarray, "K R N"]) -> Iterator[Race]:
+    """The races that are in the beam, of one candidate, of two, and so on."""
+    beam: list[tuple[int, ...]] = [()]
+    for _ in range(min(MOST_CANDIDATES, len(worth))):
+        sets = sorted({tuple(sorted({*members, k})) for members in beam for k in range(len(worth)) if k not in members})
+        best = dict[int, Race]()
+        for first in range(0, len(sets), _AT_ONCE):
+            for tried in _of_races(sets[first : first + _AT_ONCE], worth, spent):
+                of_class = int(math.log(max(tried[0], 1.0), _CLASS))
+                if of_class not in best or tried[1] > best[of_class][1]:
+                    best[of_class] = tried
+        beam, highest = [], -math.inf
+        for of_class in sorted(best):
+            if best[of_class][1] > highest:
+                highest = best[of_class][1]
+                beam.append(best[of_class][2])
+                yield best[of_class]
+
+
+def _of_races(
+    sets: Sequence[tuple[int, ...]], worth: Float[np.ndarray, "K R N"], spent: Float[np.ndarray, "K R N"]
+) -> Iterator[Race]:
+    """Races of as many candidates each."""
+    members_BC = np.array(sets)
+    worth_BCRN, spent_BCRN = worth[members_BC], spent[members_BC]
+    chosen_BN, rung_BCN = race(worth_BCRN)
+    worth_B = np.take_along_axis(worth_BCRN[:, :, -1], chosen_BN[:, None], axis=1).mean(axis=(1, 2))
+    spent_B = np.take_along_axis(spent_BCRN, rung_BCN[:, :, None], axis=2).sum(axis=1).mean(axis=(1, 2))
+    return zip(spent_B.tolist(), worth_B.tolist(), sets, strict=True)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -588,11 +588,9 @@ _MOST_DRAWS = 20  # for each candidate; few are left where slots and blueprints 
 _NUMBERS: Mapping[str, Sequence[float]] = {
     "tempo": range(len(TEMPO_NAMES)),
     "first_step": (1, 2, 3, 5, 8),
-    "plateau_epochs": (0, 1, 3),
-    "patience": (3, 5, 8),
-    "drop": (2.0, 5.0, 10.0, 100.0),
-    "fossilize_above": (0.0, 0.5, 1.0, 2.0, 5.0, 10.0),
-    "cooldown": (0, 5),
+    "patience": (0.0, 0.3, 0.4, 0.5, 0.6, 0.75),
+    "price": (0.0, 1.5, 3.0, 6.0),
+    "fossilize_above": (0.0, 0.5, 1.0, 2.0, 5.0),
 }
 
 
@@ -685,7 +683,8 @@ class FoundPlans:
     """The result of `search_plans`.
 
     Attributes:
-        hosts, env_steps, flops: of the search. tried: mean 100·J of each structure with its FLOPs per host, best first.
+        hosts, env_steps, flops: of the search, with measurements in every step.
+        tried: mean 100·J of each structure, and its FLOPs per host if it is measured at the end, best first.
     """
 
     config: RunConfig
@@ -714,7 +713,7 @@ class FoundPlans:
         console.print("", page, sep="\n")
         for name, plans in self.plans.items():
             page = plain_table(name, "100·J", "FLOPs", fold=True)
-            for plan in plans:
+            for plan in plans[:SHOWN]:
                 page.add_row(plan.words, f"{plan.objective:.2f}", short(plan.flops))
             console.print("", page, sep="\n")
         console.say(
@@ -788,14 +787,14 @@ class PlanSearch:
         outcomes |= tried(together[: self._pairs])
         on_stage("races")
         curves, structures = Curves.of(list(outcomes.values()), weights), list(outcomes)
-        worth_K, spent_K = curves.worth[:, -1].mean(axis=1), curves.spent[:, -1].mean(axis=1)
+        worth_K, spent_K = (of[:, 0].mean(axis=1) for of in curves.at(()))
         order = np.argsort(-worth_K, kind="stable").tolist()
         return FoundPlans(
             config=self.config,
             budget=self.budget,
             hosts=self.hosts,
             env_steps=len(structures) * self.hosts * self.config.episode_length,
-            flops=float(curves.spent[:, -1].sum()),
+            flops=float(curves.training.sum() + curves.measuring.sum()),
             tried=[(structures[k], float(worth_K[k]), float(spent_K[k])) for k in order],
             plans=best_plans(curves, structures),
         )

@@ -342,6 +342,8 @@ def _run(
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
     if (data := data_of(parts.shape)) not in ("none", config.task):
         console.say(f"data: {data}")
+    if (proposal := config.task_spec().proposal) is not None:
+        console.say(proposal)
     for line in _executor_lines(parts, asked):
         console.say(line)
     if start is not None:

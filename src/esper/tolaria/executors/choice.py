@@ -118,7 +118,7 @@ def _host_data(
         batches_per_step=task.batches_per_step,
         last_batch=task.last_batch,
         scaler=scaler,
-        episode_length=config.episode_length,
+        schedule=(config.schedule_begin, config.episode_length),
         instances=task.instances,
         lr_factors=lr_factors,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
-from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SlotState
@@ -56,7 +56,7 @@ class HostData:
         batch_train, batch_val: examples per batch and host.
         batches_per_step: of training; None for the whole split. last_batch: of the whole split in training.
         scaler: precision of training.
-        episode_length: control steps over which the learning rates follow their schedule.
+        schedule: control steps after which the schedule of the learning rates begins, and with which it ends.
         instances: what makes hosts differ; None for equal ones.
         lr_factors: [N] multiply the learning rates of each host and its seeds; None for 1.
 
@@ -79,15 +79,17 @@ class HostData:
         batch_train: int,
         batch_val: int,
         scaler: LossScaler,
-        episode_length: int,
+        schedule: tuple[int, int],
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
         lr_factors: Float[Tensor, " N"] | None = None,
     ) -> None:
-        population.optimizer_spec.require_length(episode_length)
+        self._begin, end = schedule
+        self._length = end - self._begin
+        population.optimizer_spec.require_length(self._length)
         self.population, self.dataset, self.scaler = population, dataset, scaler
-        self.batch_train, self.batch_val, self.episode_length = batch_train, batch_val, episode_length
+        self.batch_train, self.batch_val = batch_train, batch_val
         p = population
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
@@ -99,6 +101,8 @@ class HostData:
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters
         self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
+        fits = p.host_module.any_layout and p.device.type == "cpu"
+        self._channels_last = fits and runs_channels_last(p.host_kind, examples(dataset, 2)[0])
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
         self._given_factors = None if lr_factors is None else lr_factors.to(population.device)
@@ -133,6 +137,10 @@ class HostData:
         p.snapshot_seeds(structure.keep)
         self.structure = structure
 
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Inputs as the layers of a host are fastest: on a CPU the images of a user's network lie channels-last."""
+        return channels_last(x) if self._channels_last else x
+
     def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:
         """What multiplies the learning rates of each host and its seeds in step `t`; None for 1.
 
@@ -140,7 +148,7 @@ class HostData:
         """
         p, factors = self.population, list[Tensor]()
         if p.optimizer_spec.is_scheduled:
-            factor = schedule_factor(p.optimizer_spec, t, self.episode_length)
+            factor = schedule_factor(p.optimizer_spec, t - self._begin, self._length)
             factors.append(torch.full((p.num_envs,), factor, device=p.device))
         if self._instances is not None:
             factors.append(self._instances.lr_factor)

@@ -102,7 +102,7 @@ def train_function(
             with streams.of(n):
                 template.bind(hosts.leaves[n], buffers[n], draws[n])
                 with scaler.autocast():
-                    outputs = template(x_N[n], partial(_train_slot, seeds[n]))
+                    outputs = template(data.laid_out(x_N[n]), partial(_train_slot, seeds[n]))
                 scores.append(data.objective.scores(outputs.float(), y_N[n]))
                 loss, _, weight = scores[-1]
                 if not loss.requires_grad:  # the whole host is frozen, and nothing grows in it
@@ -164,7 +164,7 @@ def _state_outputs(
     """Outputs [states * B, ...] of the distinct final states of host `n` for examples x [B, ...]."""
     p, template, batch = data.population, data.population.host_kind.template, len(x)
     template.bind(p.host.params[n], p.host.buffers[n], draws)
-    steps = {step.slot: step for step in plan.steps}
+    steps, x = {step.slot: step for step in plan.steps}, data.laid_out(x)
 
     def apply(slot_id: str, h: Tensor) -> Tensor:
         step = steps.get(data.column[slot_id])

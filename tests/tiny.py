@@ -123,6 +123,7 @@ class Bench:
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
+        measured_share: float = 1.0,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         episode_length: int = 12,
@@ -135,6 +136,7 @@ class Bench:
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
             batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
             scaler=LossScaler(scaler_dtype, num_envs, device), schedule=(0, episode_length), lr_factors=lr_factors,
+            measured_share=measured_share,
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

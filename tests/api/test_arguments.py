@@ -10,7 +10,6 @@ from esper.leyline.errors import ConfigError, ExportError
 
 TASK = r"an esper.Task\(model=..., slots=..., train=...\), a specification of a task or text"
 WRONG = [
-    (lambda: own_task(train=None), r"esper.Task: train is None; it must be \(x, y\), a dictionary .* a DataLoader\."),
     (lambda: own_task(batch=2.5), "esper.Task: batch is 2.5; it must be int."),
     (lambda: own_task(batch=True), "esper.Task: batch is True; it must be int."),
     (lambda: own_task(seed="a"), "esper.Task: seed is 'a'; it must be int."),
@@ -25,7 +24,7 @@ WRONG = [
         r"augmentation is 4; it must be Augmentation \| Callable\[\[Any\], Any\] \| None.",
     ),
     (lambda: own_task(batch_size=3), "esper.Task has no argument 'batch_size'; did you mean 'batch'?"),
-    (lambda: esper.Task(MyNet), "esper.Task: missing a required argument: 'slots'; its arguments are model, slots"),
+    (lambda: esper.Task(), "esper.Task: missing a required argument: 'model'; its arguments are model, slots"),
     (lambda: esper.grow(MyNet), r"esper.grow: task is the class MyNet; it must be Task \| TaskSpec \| str."),
     (
         lambda: esper.grow("digits", method=None),

@@ -79,17 +79,18 @@ def test_the_ways_to_give_trained_weights_are_one(tmp_path, monkeypatch):
 def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
     assert len(TEN_LINES.splitlines()) <= 10
     assert "rounds=30, num_envs=8" in TEN_LINES
+    assert "minutes=10, params=50_000)" in TEN_LINES
     program = (
         TEN_LINES.replace("rounds=30, num_envs=8", SMALL)
         .replace("batch=128", "batch=128, episode_length=10")
-        .replace("controller=run", "controller=run, progress=False")
+        .replace("minutes=10, params=50_000)", "minutes=0.02, params=50_000), workers=1, progress=False")
     )
     check_ten_lines(program, 1, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 def test_the_ten_lines_run_as_they_stand(tmp_path, monkeypatch):
-    check_ten_lines(TEN_LINES, 30, tmp_path, monkeypatch)
+    check_ten_lines(TEN_LINES.replace("minutes=10", "minutes=0.5"), 30, tmp_path, monkeypatch)
 
 
 def test_the_blueprint_can_be_chosen():

@@ -1,12 +1,15 @@
 """What holds for every blueprint of every family, users' included: size, initial weights, gradients, shapes."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.export.grown import GrownSeed, plain
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import (
     AbstractBlueprint,
@@ -18,12 +21,14 @@ from esper.kasmina.blueprints import (
     selectable,
     unregister,
 )
-from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, chain
+from esper.kasmina.blueprints.layers import LayerScale, chain
+from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.kasmina.parameters.layout import Template
 from esper.kasmina.parameters.stacking import stack_layers, way_to_stack
 from esper.leyline.lifecycle import STYLE_ALGORITHM, Algorithm, HostFamily
 from esper.leyline.random import Stream
+from user_networks import Encoder, ResNet8
 
 CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
@@ -33,7 +38,7 @@ TRANSFORMER_NAMES = ("attention", "norm", "lora", "lora_large", "mlp_small", "ml
 class Own(AbstractBlueprint):
     """A user's blueprint, one layer and a layer scale, for images or sequences."""
 
-    name, init = "own", {"scale.gamma": INITIAL_SCALE}
+    name, init = "own", {"scale.gamma": 0.0}
 
     def __init__(self, family: HostFamily) -> None:
         self.family = family
@@ -115,6 +120,24 @@ def new_gate(channels: int) -> Newborn:
     return newborn(lambda: GateNetwork(channels), {}, seed=1)
 
 
+@cache
+def trained(family: HostFamily) -> tuple[ModuleHost, Tensor]:
+    """A host after some steps of training, with the statistics of that, and inputs."""
+    generator = torch.Generator().manual_seed(0)
+    if family is CNN:
+        model, slots, x = ResNet8, ["layer1", "layer2"], torch.randn(8, 3, 8, 8, generator=generator)
+    else:
+        model, slots = Encoder, ["encoder.layers.0", "encoder.layers.1"]
+        x = torch.randint(0, 11, (8, 7), generator=generator)
+    spec = ModuleHostSpec.of(model, slots, x)
+    host = deterministic_build(lambda: spec.build(slots, x[:1]))
+    optimizer = torch.optim.Adam(host.parameters(), 0.01)
+    for _ in range(5):
+        F.cross_entropy(host.network(x), torch.arange(len(x)) % 3).backward()
+        optimizer.step()
+    return host.eval(), x
+
+
 def features(case: Case, batch: int = 8) -> Tensor:
     return torch.randn(batch, *case.features, generator=torch.Generator().manual_seed(sum(case.features)))
 
@@ -191,13 +214,23 @@ def test_the_gate_network_has_the_tabulated_number_of_parameters(channels, count
 # -- initial weights --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
 @every_case
-def test_a_newborn_keeps_the_shape_and_barely_changes_its_host(case):
+def test_a_newborn_leaves_the_features_of_its_host_as_they_are(case, algorithm):
     h = features(case)
     delta = new_seed(case)(h)
-    assert delta.shape == h.shape
-    assert delta.dtype == h.dtype
-    assert delta.abs().max() <= 0.1 * max(1.0, float(h.abs().max()))
+    assert (delta.shape, delta.dtype) == (h.shape, h.dtype)
+    gate = new_gate(case.channels)(h) if algorithm is Algorithm.GATE else None
+    assert torch.equal(blend(h, delta, algorithm, torch.ones(()), gate), h)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+@pytest.mark.parametrize(("family", "name"), FORMULAS)
+def test_a_trained_network_with_a_newborn_fossil_gives_the_outputs_of_the_network_without_it(family, name, algorithm):
+    host, x = trained(family)
+    with torch.no_grad():
+        found = plain(host, [GrownSeed(point.slot_id, name, algorithm.name) for point in host.enabled]).module(x)
+        assert torch.equal(found, host.network(x))
 
 
 @pytest.mark.parametrize("case", cases(IMAGES[-1:], SEQUENCES[-1:]), ids=str)

@@ -85,6 +85,20 @@ class Transformer(nn.Module):
         return self.head(self.norm(h))
 
 
+class Rejoined(nn.Module):
+    """Adds in place what passes by its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b, self.out = nn.Linear(6, 8), nn.Hardswish(), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.hardswish(self.a(x), inplace=True)
+        deeper = self.b(h)
+        deeper += h
+        return self.out(self.act(deeper))
+
+
 class UNet(nn.Module):
     """Features of the way down come back on the way up."""
 
@@ -140,6 +154,10 @@ def dense() -> nn.Module:
     return chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.Upsample(scale_factor=2))
 
 
+def lazy() -> nn.Module:
+    return chain(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+
+
 def deep() -> nn.Module:
     return chain(nn.Linear(6, 8), *(layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 2))
 
@@ -152,6 +170,7 @@ def deep() -> nn.Module:
         (mobile, IMAGES, ["1", "3", "4"]),
         (isotropic, IMAGES, ["2", "4", "6", "8"]),
         (dense, IMAGES, ["1"]),
+        (lazy, IMAGES, ["2"]),
         (UNet, IMAGES, ["inc", "down", "bottom", "up"]),
         (Skip, normal(8, 2, 5, 5), ["a"]),
         (Patches, IMAGES, ["blocks.0", "blocks.1"]),
@@ -160,6 +179,7 @@ def deep() -> nn.Module:
         (lambda: Transformer(2, masked=True), TOKENS, ["blocks.0", "blocks.1"]),
         (Encoder, TOKENS, ["encoder.layers.0", "encoder.layers.1"]),
         (Tied, torch.randint(0, 5, (8, 4)), ["embed", "mix"]),
+        (Rejoined, VECTORS, ["a", "act"]),
         (MLP, VECTORS, ["body.1", "body"]),
         (Experts, VECTORS, ["first", "mixed"]),
         (deep, VECTORS, ["0", "4", "8", "10", "14", "18"]),

@@ -62,7 +62,7 @@ def trained(of: Published, executor: str) -> "esper.Grown":
     """A network with a seed in every slot, the better one of two."""
     grown = esper.grow(
         of.task(batches_per_step=PER_STEP),
-        controller="fixed_schedule_fill",
+        method="fixed_schedule_fill",
         best_of=2,
         progress=False,
         executor=executor,

@@ -16,8 +16,10 @@ import esper
 from esper.api.run import in_process
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.runs.assembly.presets import resolve
 from esper.runs.growth import (
+    RATES,
     Budget,
     Candidate,
     Entry,
@@ -83,16 +85,17 @@ def curves(growth: Growth) -> list[tuple[str, list[float], list[float]]]:
 # -- stages and budgets ------------------------------------------------------------------------------------------------
 
 
-def test_a_third_of_the_candidates_goes_on_at_a_third_of_the_steps():
-    assert halving_stages(9) == (Stage(1 / 9, 9), Stage(1 / 3, 3), Stage(1.0, 1))
-    assert [stage.kept for stage in halving_stages(7)] == [7, 2, 1]
+def test_a_quarter_is_left_after_a_tenth_of_the_steps_and_one_after_a_quarter():
+    assert halving_stages(9) == (Stage(0.1, 9), Stage(0.25, 2), Stage(1.0, 1))
+    assert [stage.kept for stage in halving_stages(16)] == [16, 4, 1]
+    assert halving_stages(2) == (Stage(0.25, 2), Stage(1.0, 1))
     assert halving_stages(1) == (Stage(1.0, 1),)
 
 
 def test_a_climb_keeps_the_best_beside_its_copies_and_ends_with_one_network():
-    stages = climbing_stages(climbs=2, neighbours=4)
-    assert [(stage.kept, stage.new) for stage in stages] == [(1, 0), (1, 4), (1, 4), (1, 0)]
-    assert [stage.until for stage in stages] == pytest.approx([2 / 9, 4 / 9, 6 / 9, 1.0])
+    stages = climbing_stages(climbs=2, new=4)
+    assert [(stage.kept, stage.new) for stage in stages] == [(3, 0), (1, 4), (1, 4), (1, 0)]
+    assert [stage.until for stage in stages] == pytest.approx([0.1, 0.35, 0.6, 1.0])
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():
@@ -122,17 +125,16 @@ def test_one_step_more_than_the_longest_growth_would_cost_too_much(sizes, budget
 
     steps = longest(sizes, until, budget, done)
     assert cost(steps) <= budget or steps == done + len(sizes)
-    assert cost(steps + 1) > budget
+    assert cost(steps + 1) > budget or steps == MAX_EPISODE_LENGTH
 
 
-def test_a_growth_of_nine_ends_with_the_steps_that_its_budget_allows(grow):
-    plain = grow("plain", steps=1)
-    flops = STEP * plain.entries[0].flops
-    growth = finished(grow("halving", flops=40 * flops))
-    assert 0.8 * 40 * flops < growth.spent <= 40 * flops
+def test_a_growth_uses_its_budget_and_ends_with_one_network(grow):
+    flops = 40 * STEP * grow("plain", steps=1).entries[0].flops
+    growth = finished(grow("halving", flops=flops))
+    assert 0.8 * flops < growth.spent <= flops
     assert growth.spent == pytest.approx(sum(entry.spent for entry in growth.entries))
     assert len(growth.rows) == 1
-    assert sum(len(entry.val) == growth.steps for entry in growth.entries) == 1
+    assert growth.entries[growth.rows[0]].spent > 0.5 * growth.spent
 
 
 @pytest.mark.parametrize("method", ["plain", "portfolio", "halving", "hill_climbing", "auto"])
@@ -167,34 +169,69 @@ def test_the_network_alone_is_among_the_candidates_of_every_method(grow):
 
 def test_a_candidate_among_others_is_bitwise_the_candidate_alone(grow):
     many = finished(grow("portfolio", steps=4, flops=1e12))
-    alone = finished(grow("plain", steps=4))
-    plain = [next(entry for entry in of.entries if entry.candidate == Candidate()) for of in (many, alone)]
-    assert plain[0].val == plain[1].val
-    assert plain[0].loss == plain[1].loss
+    alone = grow("portfolio", steps=4, flops=1e12)
+    alone.begin([Candidate()])
+    assert many.entries[0].candidate == Candidate()
+    assert finished(alone).entries[0].val == many.entries[0].val
+    assert alone.entries[0].loss == many.entries[0].loss
+    assert len(many.entries) > 1
 
 
 def test_who_goes_on_is_bitwise_what_it_would_be_without_the_others(grow):
-    growth = finished(grow("halving"))
+    both = [Candidate(), Candidate(Architecture((PlacedSeed("one", "norm", "ADD"),)))]
+
+    def staged(candidates: list[Candidate], *kept: int) -> Growth:
+        growth = grow("plain", steps=6, flops=1e12)
+        growth._stages = tuple(Stage(until, of) for until, of in zip((0.5, 1.0), kept, strict=True))
+        growth.begin(candidates)
+        return finished(growth)
+
+    growth = staged(both, 2, 1)
     last = growth.entries[growth.rows[0]]
-    alone = grow("plain", steps=growth.steps)
-    alone.begin([last.candidate])
-    assert finished(alone).entries[0].val == last.val
+    assert len(last.val) == 6
+    alone = staged([last.candidate], 1, 1)
+    assert (alone.entries[0].val, alone.entries[0].loss) == (last.val, last.loss)
 
 
-def test_a_copy_begins_with_the_weights_of_its_parent_and_one_seed_more(grow):
+def test_the_rate_and_the_architecture_are_chosen_apart(grow):
+    growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+    assert {entry.candidate.rate for entry in growth.entries} == set(RATES)
+    for entry in growth.entries:  # the rate 3 is best for the network alone, norm is best at rate 1
+        own = 90.0 if "norm" in str(entry.candidate) else 50.0 + entry.candidate.rate
+        entry.val, entry.loss = [own], [1.0]
+    growth._next_stage()
+    assert str(growth.entries[growth.rows[0]].candidate).startswith("norm")
+    assert growth.entries[growth.rows[0]].candidate.rate == 3.0
+
+
+def test_a_new_seed_must_remove_a_part_of_what_misses_to_100(grow):
     growth = grow("hill_climbing", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
-    while len(growth.entries) == 1:
+    while len(growth.entries) == 3:
         growth.step()
-    parent, first = growth.entries[0], growth.entries[1]
-    assert (first.parent, first.born) == (0, growth.t)
+    parent, child = growth.rows[:2]
+    growth._stage += 1  # as when the climb ends
+    for row in growth.rows:
+        growth.entries[row].val[-3:] = [80.0] * 3
+    growth.entries[child].val[-3:] = [80.5] * 3  # 3 % of what misses are 0.6
+    assert growth._merit(child) < growth._merit(parent)
+    growth.entries[child].val[-3:] = [81.0] * 3
+    assert growth._merit(child) > growth._merit(parent)
+
+
+def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow):
+    growth = grow("hill_climbing", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+    while len(growth.entries) == 3:
+        growth.step()
+    first = growth.entries[3]
+    assert first.born == growth.t
+    parent = growth.entries[first.parent]
     assert len(first.candidate.architecture.slots) == 1
     assert first.val == parent.val
     growth.step()
     assert first.val[:-1] == parent.val[:-1]
     assert abs(first.loss[-1] - parent.loss[-1]) < 0.1 * parent.loss[-1]
     assert first.loss[-1] != parent.loss[-1]
-    seed = first.candidate.architecture.slots[0]
-    assert growth.births(1) == [(seed, first.born)]
+    assert growth.births(3) == [(first.candidate.architecture.slots[0], first.born)]
 
 
 def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(grow):

@@ -18,10 +18,12 @@ HOST = 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)  # 6x6 pixels in block 0, 3x3 in
 CONV_LIGHT = registry.names().index("conv_light")
 
 
-def meter(hosts: int = 2, steps: int = 12, architectures: tuple[Architecture, ...] = ()) -> CostMeter:
+def meter(
+    hosts: int = 2, steps: int = 12, architectures: tuple[Architecture, ...] = (), share: float = 1.0
+) -> CostMeter:
     engine = tiny.engine(hosts, steps)
     params = engine.executor.costs.seed_params.numpy()
-    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, architectures)
+    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, architectures, share)
 
 
 def report(t: int, seed: int | None = None, *, gate: int = 0, measured: tuple[bool, ...] = (False,)):
@@ -72,6 +74,9 @@ def test_a_host_alone_costs_three_passes_over_its_training_examples_and_one_over
         found(report(t))
     assert total(found.training) == [2 * 40 * 3 * HOST] * 2
     assert total(found.measuring) == [2 * 30 * HOST] * 2
+    a_third = meter(share=0.34)  # 10.2 examples, rounded up
+    a_third(report(1))
+    assert total(a_third.measuring) == [11 * HOST] * 2
 
 
 def test_a_seed_costs_from_the_step_after_it_germinates_and_is_measured_once_it_is_active():

@@ -5,7 +5,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.instances import MixedImages
+from esper.tasks.instances import HostExamples, MixedImages
 from esper.tasks.losses import PADDING
 
 CLASSES, PER_CLASS = 5, 12
@@ -131,3 +131,15 @@ def test_a_host_without_examples_is_refused():
     data = Dataset(identity={"name": "one"}, train=empty, val=empty, test=empty, num_classes=CLASSES)
     with pytest.raises(ConfigError, match="no example of its classes in the train split"):
         mixed(classes=(2,)).draw(1, HOSTS, 0, data)
+
+
+def test_a_part_of_the_examples_is_spread_over_those_of_each_host():
+    # of 5 examples 3, at the places 0, 5/3 and 10/3; of 2 one
+    index = torch.tensor([[10, 11, 12, 13, 14], [20, 21, -1, -1, -1]])
+    part = HostExamples(index, index % 10, torch.tensor([5, 2])).part(0.5)
+    assert part.index.tolist() == [[10, 11, 13], [20, -1, -1]]
+    assert part.target.tolist() == [[0, 1, 3], [0, PADDING, PADDING]]
+    assert part.count.tolist() == [3, 1]
+    whole = dataset().val
+    assert whole.part(0.05).x.tolist() == [0.0, 20.0, 40.0]
+    assert whole.part(1.0).y.tolist() == whole.y.tolist()

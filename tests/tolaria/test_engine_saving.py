@@ -61,7 +61,8 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     snapshots = {f"{part}_snapshot.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
     want = {f"control.{part}.{name}" for part, names in control.items() for name in names}
     want |= {f"executor.population.{name}" for name in slabs | snapshots}
-    assert tree.keys() == want | {"place", "executor.episode", "executor.loss_scale", "executor.good_steps"}
+    of_executor = {f"executor.{name}" for name in ("episode", "loss_scale", "good_steps", "born")}
+    assert tree.keys() == want | {"place"} | of_executor
     weights = {f"network.{name}" for name in client.agent.network.state_dict()}
     statistics = {name for name in policy if name.startswith(("observations.", "returns."))}
     assert {name.split(".")[0] for name in statistics} == {"observations", "returns"}

@@ -152,7 +152,7 @@ class Task:
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
         schedule: how the learning rate falls over the episode, by one factor per control step: "constant", "cosine" or
-            "linear". warmup: control steps in which it rises to `lr` first.
+            "linear"; that of a seed falls from its birth on. warmup: control steps in which it rises to `lr` first.
         label_smoothing: of classes and tokens, in training, as in `torch.nn.functional.cross_entropy`.
         clip: limit of the L2 norm of the gradient of the network, and of each seed; None for no clipping.
         min_training_epochs: control steps that a seed trains before it is blended in.

@@ -5,11 +5,12 @@ candidates are rows of one engine, with the same initial weights and the same or
 what grew alone. At the end of a `Stage` most of them stop, and some are continued by copies that have one more seed.
 
     method          begins with                               at the end of a stage
-    plain           the network alone, three learning rates   -
-    portfolio       some architectures                        -
-    halving         more architectures                        the best third goes on (Li et al. 2018, arXiv 1603.06560)
-    hill_climbing   the network alone                         the best goes on, with copies that have one more seed
+    plain           the network alone, three learning rates   the best goes on
+    portfolio       the network alone, and architectures      -
+    halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
+    hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
+    auto            as hill_climbing, from six trainings of the network alone on as halving
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
@@ -24,6 +25,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args
 
@@ -53,7 +55,7 @@ from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import training_bounds
-from esper.tolaria.memory import predict
+from esper.tolaria.memory import available_bytes, predict
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
 
@@ -65,14 +67,25 @@ RATES = (1.0, 1 / 3, 3.0)
 """Factors of the learning rate of the network alone."""
 PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
+_FEW = 3
+"""Candidates from which on there are two rungs."""
+_KEPT_SHARE = 0.6
+"""Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
+_MANY_RUNS = 6.0
+"""Trainings of the network alone from which on "auto" takes halving: then many architectures are trained for long
+enough to be judged. With less it climbs (docs/experiments.md)."""
 _SMOOTHED = 3
 """Steps whose mean figure of merit decides at the end of a stage."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
-_AFFORDABLE = 0.8
+_AFFORDABLE = 0.5
 """Share of the budget that one candidate may cost that is trained to the end."""
-_NEARLY = 0.85
-"""Share of its steps that the network that is kept should have at least."""
+_CLIMBED_SHARE = 0.75
+"""Of that share, what is enough if the candidate grows on the way, and ends larger than it began."""
+_LEAST_GAIN = 0.03
+"""Share of what is missing to 100 points by which a copy with a new seed must be better, because it costs more."""
+_PATIENCE = 2
+"""Climbs without a better candidate after which hill climbing ends."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -229,18 +242,23 @@ class Stage:
     new: int = 0
 
 
-def halving_stages(count: int, factor: int = 3) -> tuple[Stage, ...]:
-    """Successive halving: of `count` candidates a third is left at a third of the steps, a ninth of them at a ninth."""
-    sizes = [count]
-    while sizes[-1] > 1:
-        sizes.append(max(1, sizes[-1] // factor))
-    return tuple(Stage(factor ** -(len(sizes) - 1 - i), size) for i, size in enumerate(sizes))
+def halving_stages(count: int) -> tuple[Stage, ...]:
+    """A quarter of `count` candidates is left after a tenth of the steps, and one of them after a quarter.
+
+    The one that is kept has most of the compute, because that is worth more than a larger choice (docs/experiments.md).
+    """
+    if count < _FEW:
+        return (Stage(0.25, count), Stage(1.0, 1)) if count > 1 else (Stage(1.0, 1),)
+    return (Stage(0.1, count), Stage(0.25, max(2, count // 4)), Stage(1.0, 1))
 
 
-def climbing_stages(climbs: int, neighbours: int) -> tuple[Stage, ...]:
-    """Hill climbing: after each of `climbs` equal parts of the first two thirds the best goes on beside its copies."""
-    until = [(i + 1) / (climbs + 1) * 2 / 3 for i in range(climbs + 1)]
-    return (Stage(until[0], 1), *(Stage(end, 1, neighbours) for end in until[1:]), Stage(1.0, 1))
+def climbing_stages(climbs: int, new: int) -> tuple[Stage, ...]:
+    """Hill climbing: a tenth of the steps for the learning rates, half of them for `climbs`, the rest for the best one.
+
+    In each climb the best candidate so far is trained beside `new` copies of it that have grown.
+    """
+    until = [0.1 + 0.5 * (i + 1) / climbs for i in range(climbs)]
+    return (Stage(0.1, len(RATES)), *(Stage(end, 1, new) for end in until), Stage(1.0, 1))
 
 
 @final
@@ -313,6 +331,10 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
     return tuple(ends)
 
 
+_PLACE = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end", "_failed", "_begun")
+"""Where a growth is, for its file."""
+
+
 @final
 class Growth:
     """Candidates of a task that are trained side by side within a budget.
@@ -345,7 +367,7 @@ class Growth:
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
-        self._end = config.episode_length
+        self._begun, self._end = 0, config.episode_length
         self.entries: list[Entry] = []
         self.rows: list[int] = []
         self.best: tuple[int, int, StateTree] | None = None
@@ -353,13 +375,22 @@ class Growth:
         self.steps = config.episode_length
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
-        self._pool = self._affordable(self._architectures())
+        self._allowed([])  # refuses a limit below the network alone
         if budget.flops is None and budget.minutes is None:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
-        self._seconds_per_flop = self._trial() if self.budget.minutes else 0.0
-        self._stage, self._fixed, self._last_step = 0, steps, 0.0
-        begin, self._stages = self._plan("halving" if method == "auto" else method)
+        task = self._config.task_spec()
+        trial, free = predict(self._engine.config, task, dataset, device), available_bytes(device)
+        trial.require(1, free, "candidates")
+        self._most = trial.most_hosts(free)
+        batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
+        self._seconds_per_flop = trial.batch_seconds / batch  # until steps are measured
+        self._stage, self._fixed, self._last_step, self._failed = 0, steps, 0.0, 0
+        self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
+        runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
+        by_budget: Method = "halving" if runs >= _MANY_RUNS else "hill_climbing"
+        self._asked = method
+        begin, self._stages = self._plan(by_budget if method == "auto" else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -367,44 +398,53 @@ class Growth:
     def _plan(self, method: Method) -> tuple[list[Candidate], tuple[Stage, ...]]:
         """The first candidates and the stages of a method.
 
-        There are as many candidates as leave `episode_length` steps for the one that is kept, or as many as were asked
-        for, and two steps for each stage.
+        There are as many candidates as leave most of the compute to the one that is kept, or twice `episode_length`
+        steps, or as many as were asked for.
         """
-        left, target = self._left(), self._fixed or self._config.episode_length
+        left, usual = self._left(), self._config.episode_length
+        target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
+        if method == "portfolio":
+            target = min(target, usual)
+        if method == "hill_climbing":
+            target *= _CLIMBED_SHARE
         plain = [Candidate(rate=rate) for rate in RATES]
-        grown = [Candidate(one) for one in self._pool if self._of_step(Candidate(one)) * target <= _AFFORDABLE * left]
+        grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
         if method == "plain":
-            plans = [(plain[:count], (Stage(1.0, count),)) for count in (3, 2, 1)]
+            plans = [(plain[:count], halving_stages(count)) for count in (3, 2, 1)]
         elif method == "portfolio":
             every = [plain[0], *grown]
             plans = [(every[:count], (Stage(1.0, count),)) for count in range(len(every), 0, -1)]
         elif method == "hill_climbing":
-            sizes = [(climbs, new) for climbs in range(self._num_slots, 0, -1) for new in (8, 4, 2)]
-            plans = [(plain[:1], climbing_stages(*size)) for size in sizes]
+            sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
+            plans = [(plain, climbing_stages(*size)) for size in sizes]
         else:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
         for candidates, stages in plans:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
-            if longest(costs, until, left) >= _NEARLY * target and target * until[0] >= 1.0:
+            if max(stage.kept + stage.new for stage in stages) > self._most:
+                continue
+            steps = longest(costs, until, left)
+            if steps >= target and steps * until[0] >= 1.0:
                 break
         return candidates, stages
 
-    @property
-    def _num_slots(self) -> int:
-        return self._engine.spec.num_slots
+    def _architectures(self, most: float) -> list[Architecture]:
+        """Each blueprint in every slot and in each single one, the dearest first, and the blueprints in turn.
 
-    def _architectures(self) -> list[Architecture]:
-        """One blueprint in every slot, for each blueprint, then in single slots, the last slot first."""
+        Those are left out whose step of training and measuring costs more than `most` FLOPs.
+        """
         spec = self._engine.spec
-        names = [spec.blueprint_names[i] for i in spec.selectable]
-        seeds = {(slot, name): PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids for name in names}
-        everywhere = [Architecture(tuple(seeds[slot, name] for slot in spec.slot_ids)) for name in names]
-        single = [Architecture((seeds[slot, name],)) for slot in reversed(spec.slot_ids) for name in names]
-        return list(dict.fromkeys([*everywhere, *single]))
+        of_blueprint = []
+        for name in (spec.blueprint_names[i] for i in spec.selectable):
+            seeds = [PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids]
+            variants = dict.fromkeys([Architecture(tuple(seeds)), *(Architecture((seed,)) for seed in seeds)])
+            fit = [one for one in self._allowed([*variants]) if self._of_step(Candidate(one)) <= most]
+            of_blueprint.append(sorted(fit, key=self._prices.flops, reverse=True))
+        return [one for turn in zip_longest(*of_blueprint) for one in turn if one is not None]
 
-    def _affordable(self, architectures: Sequence[Architecture]) -> list[Architecture]:
+    def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""
         limit = self.budget.params
         if limit is not None and limit < self._prices.host_params:
@@ -413,13 +453,6 @@ class Growth:
                 "allow at least as many, or start with a smaller network."
             )
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
-
-    def _trial(self) -> float:
-        """Seconds of one FLOP, by a trial of one batch; the steps themselves are measured later."""
-        task = self._config.task_spec()
-        found = predict(self._engine.config, task, self._dataset, self._device)
-        flops = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
-        return found.batch_seconds / flops
 
     def _left(self) -> float:
         """FLOPs that may still be spent."""
@@ -474,10 +507,8 @@ class Growth:
 
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
         config = replace(self._config, episode_length=self._end)
-        begin = self.t if self.t < self._end else 0  # at the end nothing is trained
-        hosts = replace(
-            config.engine(run_seed=self.seed, num_envs=len(candidates)), distinct_hosts=1, schedule_begin=begin
-        )
+        hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
+        hosts = replace(hosts, distinct_hosts=1, schedule_begin=self._begun)
         rates = [candidate.rate for candidate in candidates]
         return engine_of(
             config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
@@ -528,28 +559,44 @@ class Growth:
     def _next_stage(self) -> None:
         self._stage += 1
         stage = self._stages[self._stage]
-        ranked = sorted(self.rows, key=lambda row: -self.entries[row].score(_SMOOTHED))
-        chosen: list[tuple[int, Candidate | None]] = [(row, self._at_best_rate(row)) for row in ranked[: stage.kept]]
-        best = self.entries[ranked[0]].candidate
-        chosen += [(ranked[0], neighbour) for neighbour in self._neighbours(best)[: stage.new]]
-        self._continue(chosen)
+        known = [row for row in self.rows if self._stage > 1 or self.entries[row].candidate.rate == 1.0]
+        ranked = sorted(known, key=self._merit, reverse=True)
+        chosen: list[tuple[int, Candidate | None]] = [self._at_best_rate(row) for row in ranked[: stage.kept]]
+        row, candidate = chosen[0]
+        self._failed = self._failed + 1 if self._stage > 1 and self.entries[row].born < self._begun else 0
+        if self._failed == _PATIENCE:
+            self._stages, stage = (*self._stages[: self._stage], self._stages[-1]), self._stages[-1]
+        self._begun = self.t
+        grown = self._neighbours(candidate or self.entries[row].candidate)
+        self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
 
-    def _at_best_rate(self, row: int) -> Candidate | None:
-        """An entry with seeds at the learning rate that was best for the network alone, if it has another one."""
+    def _merit(self, row: int) -> float:
+        """Figure of merit at the end of a stage; a copy with a new seed must remove a part of what misses to 100."""
+        entry = self.entries[row]
+        new = self._stage > 1 and entry.parent is not None and entry.born >= self._begun
+        return entry.score(_SMOOTHED) - (_LEAST_GAIN * (100.0 - entry.score(_SMOOTHED)) if new else 0.0)
+
+    def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
+        """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
+
+        So the rate and the architecture are chosen apart: an architecture is compared at the rate of the task.
+        """
         candidate = self.entries[row].candidate
-        alone = [entry for entry in self.entries if not entry.candidate.architecture.slots]
-        best = max(alone, key=lambda entry: entry.score(_SMOOTHED)).candidate.rate
-        changes = self._stage == 1 and candidate.architecture.slots and candidate.rate != best
-        return replace(candidate, rate=best) if changes else None
+        alone = [other for other in self.rows if not self.entries[other].candidate.architecture.slots]
+        best = max(alone, key=lambda other: self.entries[other].score(_SMOOTHED)) if alone else row
+        if self._stage > 1 or candidate.rate == self.entries[best].candidate.rate:
+            return row, None
+        if not candidate.architecture.slots:
+            return best, None
+        return row, replace(candidate, rate=self.entries[best].candidate.rate)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The candidate with one more seed in every way that the limit of parameters allows, as ordered in the pool."""
-        own = candidate.architecture.slots
-        taken = {seed.slot for seed in own}
-        order = self._engine.spec.slot_ids.index
+        """The candidate with one seed more in an empty slot, as ordered in the pool, without those that were tried."""
+        own, order = candidate.architecture.slots, self._engine.spec.slot_ids.index
+        taken, tried = {seed.slot for seed in own}, {entry.candidate.architecture for entry in self.entries}
         more = [one.slots[0] for one in self._pool if len(one.slots) == 1 and one.slots[0].slot not in taken]
-        grown = [Architecture(tuple(sorted((*own, seed), key=lambda s: order(s.slot)))) for seed in more]
-        return [replace(candidate, architecture=one) for one in self._affordable(grown)]
+        grown = [Architecture(tuple(sorted((*own, seed), key=lambda seed: order(seed.slot)))) for seed in more]
+        return [replace(candidate, architecture=one) for one in self._allowed(grown) if one not in tried]
 
     def _continue(self, chosen: Sequence[tuple[int, Candidate | None]]) -> None:
         """Go on with entries as they are (None), or with copies of them that have become another candidate."""
@@ -660,15 +707,15 @@ class Growth:
         free = {"device", "threads", "workers", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
         key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
-               "stages": [asdict(stage) for stage in self._stages], "data": dict(self._dataset.identity)}  # fmt: skip
+               "method": self._asked, "data": dict(self._dataset.identity)}  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(key, default=str))
         return found
 
     def write(self, file: Path) -> None:
         """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
-        names = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end")
-        about = {name: getattr(self, name) for name in names} | {
+        about = {name: getattr(self, name) for name in _PLACE} | {
             "key": self._key(),
+            "stages": [asdict(stage) for stage in self._stages],
             "entries": [asdict(entry) for entry in self.entries],
             "best": self.best[:2] if self.best else None,
         }
@@ -683,8 +730,9 @@ class Growth:
                 f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
                 "file."
             )
-        for name in ("t", "steps", "spent", "seconds", "rows", "_stage", "_end"):
+        for name in _PLACE:
             setattr(self, name, about[name])
+        self._stages = tuple(Stage(**stage) for stage in about["stages"])
         self.entries = [_entry_of(fields) for fields in about["entries"]]
         self.best = (*about["best"], below("best", state)) if about["best"] else None
         self._load(below("rows", state))

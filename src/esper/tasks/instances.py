@@ -37,6 +37,15 @@ class HostExamples:
     target: Int[Tensor, "N n"]
     count: Int[Tensor, " N"]
 
+    def part(self, share: float) -> "HostExamples":
+        """A share of each host's examples, rounded up, evenly spaced among them."""
+        count_N = (self.count.double() * share).ceil().long()
+        rank_n = torch.arange(int(count_N.max()), device=count_N.device)
+        there_Nn = rank_n < count_N[:, None]
+        place_Nn = (rank_n * self.count[:, None] // count_N[:, None].clamp(min=1)).masked_fill(~there_Nn, 0)
+        index_Nn, target_Nn = self.index.gather(1, place_Nn), self.target.gather(1, place_Nn)
+        return HostExamples(index_Nn.where(there_Nn, -1), target_Nn.where(there_Nn, PADDING), count_N)
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)

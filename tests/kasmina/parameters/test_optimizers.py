@@ -225,6 +225,15 @@ def test_factors_of_four_steps(schedule, warmup, factors):
     assert [schedule_factor(spec, t, 4) for t in (1, 2, 3, 4)] == pytest.approx(factors)
 
 
+def test_the_factors_of_a_seed_begin_to_fall_with_its_birth():
+    spec = OptimizerSpec(schedule="linear", warmup=2)
+    assert [schedule_factor(spec, t, 8, born=4) for t in range(5, 9)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    # born in the warm-up, it rises with the host
+    assert [schedule_factor(spec, t, 8, born=1) for t in range(2, 9)] == pytest.approx(
+        [schedule_factor(spec, t, 8) for t in range(2, 9)]
+    )
+
+
 def test_a_warmup_as_long_as_the_episode_is_refused():
     OptimizerSpec(warmup=11).require_length(12)
     with pytest.raises(ConfigError, match=r"warmup is 12, but an episode has 12 control steps.*at most 11"):

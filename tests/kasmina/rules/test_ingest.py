@@ -54,6 +54,12 @@ def test_velocity_starts_at_the_second_measurement_and_is_smoothed():
     assert slot_values(states, "contribution_velocity") == nan_ok(NAN, NAN, 0.3, 0.3, -0.39)
 
 
+def test_a_plateau_is_a_gain_of_less_than_half_a_point_and_starts_with_the_second_value():
+    accuracies = [50.0, 50.25, 50.0, 50.5, 51.0, 51.25]
+    #       gains   -    0.25  -0.25  0.5   0.5   0.25
+    assert host_values(feed(of_host("val_acc", accuracies)), "plateau_count") == [0, 1, 2, 0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("losses", "counts", "latched"),
     [

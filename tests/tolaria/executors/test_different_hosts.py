@@ -41,6 +41,12 @@ def test_every_executor_is_the_streamed_one(name, optimizer):
     compare(EXECUTORS[name], grown, num_envs=6, epochs=2, optimizer=spec, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize("hosts", [SETTINGS, {}], ids=["different", "equal"])
+def test_every_executor_measures_the_same_share_of_the_examples(name, hosts):
+    compare(EXECUTORS[name], grown, num_envs=4, epochs=1, measured_share=0.3, **hosts)
+
+
 def task(**changes):
     return tiny.task(instances=MIXED, batches_per_step=3, **changes)
 

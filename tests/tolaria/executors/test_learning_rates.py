@@ -33,6 +33,28 @@ def of_torch(optimizer):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_rate_of_a_late_seed_falls_from_its_birth_to_the_end_of_the_episode(executor):
+    bench = Bench(1, optimizer=OPTIMIZERS["sgd"], episode_length=LENGTH)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench.train(2)
+    bench.grow("r1c0", "conv_light", SeedStage.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
+    plain = PlainTraining(bench)
+    momentum, flat = bench.population.host.optimizer.momentum[0], bench.population.host_kind.template.parameters
+    names = {value.data_ptr(): name for name, value in plain.model.give().items()}
+    (host, sgd), (_, of_seed) = plain.optimizers
+    for parameter in host:
+        sgd.state[parameter]["momentum_buffer"] = flat.unpack(momentum)[names[parameter.data_ptr()]].clone()
+    scheduler = of.CosineAnnealingLR(of_seed, LENGTH - 2)
+    for t, share in ((3, 1 / 3), (4, 2 / 3)):
+        sgd.param_groups[0]["lr"] = SGD.host_lr * 0.5 * (1 + np.cos(np.pi * share))
+        bench.train()
+        plain.epoch(t)
+        scheduler.step()
+    assert_close(bench.host_params(), plain.model.give())
+    assert_close(bench.seed_params("r1c0"), dict(plain.seeds["r1c0"].named_parameters()))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_hosts_and_seeds_follow_the_schedulers_of_torch_with_a_rate_of_their_own(kind, executor):
     factors, spec = torch.tensor([1.0, 0.25]), OPTIMIZERS[kind]
@@ -84,7 +106,7 @@ def test_labels_are_smoothed_as_by_torch_in_training_and_not_in_measuring(execut
     assert bench.measure()[1].loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 
-PLAN = {1: action(LifecycleOp.GERMINATE, slot=0, blueprint=1), 3: action(LifecycleOp.ADVANCE, slot=0)}
+PLAN = {2: action(LifecycleOp.GERMINATE, slot=0, blueprint=1), 4: action(LifecycleOp.ADVANCE, slot=0)}
 
 
 def engine():

@@ -106,17 +106,18 @@ CLIP = 0.001
 """So low that every gradient is clipped, and that some tensors count as exploding."""
 
 
-def scalar_statistics(tensors: list[Tensor], host: list[Tensor]) -> tuple[float, float, float]:
-    """Norm, health and ratio from the gradients of the last batch, by the definition, in float64."""
+def scalar_statistics(tensors: list[Tensor], host: list[Tensor]) -> tuple[float, float, float, list[bool]]:
+    """Norm, health, ratio and [vanishing, exploding] of the last batch, by the definition, in float64."""
     norms = [g.double().norm().item() for g in tensors]
     norm = sum(x * x for x in norms) ** 0.5
     bad = sum(x < 1e-7 for x in norms), sum(x > 10.0 * CLIP for x in norms)
     health = min(1.0, max(0.0, 1.0 - 0.5 * bad[0] / len(norms) - 0.8 * bad[1] / len(norms)))
     host_norm = sum(g.double().square().sum().item() for g in host) ** 0.5
     n_seed, n_host = sum(g.numel() for g in tensors), sum(g.numel() for g in host)
+    found = [count > 0 for count in bad]
     if norm < 1e-8 or host_norm < 1e-8:
-        return norm, health, 0.0
-    return norm, health, (norm / n_seed**0.5) / (host_norm / n_host**0.5 + 1e-8)
+        return norm, health, 0.0, found
+    return norm, health, (norm / n_seed**0.5) / (host_norm / n_host**0.5 + 1e-8), found
 
 
 def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
@@ -141,12 +142,13 @@ def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
                 want[n, SLOTS.index(slot)] = scalar_statistics(tensors, host)
 
         plain.epoch(1, look)
-    for place, (norm, health, ratio) in want.items():
+    for place, (norm, health, ratio, found) in want.items():
         assert outputs.grad_norm[place].item() == pytest.approx(norm, rel=1e-4)
         assert outputs.grad_health[place].item() == pytest.approx(health)
-        assert bool(outputs.grad_exploding[place]) is (health < 0.999)
+        assert [bool(of[place]) for of in (outputs.grad_vanishing, outputs.grad_exploding)] == found
         assert outputs.grad_ratio[place].item() == pytest.approx(ratio, rel=1e-4)
-    assert any(0.0 < health < 0.999 for _, health, _ in want.values())
+    assert any(0.0 < health < 0.999 for _, health, _, _ in want.values())
+    assert {tuple(found) for *_, found in want.values()} >= {(True, False), (False, True)}
     holding = SLOTS.index("r0c1")
     for name in ("grad_norm", "grad_health", "grad_ratio"):
         assert bool(getattr(outputs, name)[:, holding].isnan().all()), name

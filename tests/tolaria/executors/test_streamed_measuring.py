@@ -23,15 +23,16 @@ def grown_bench() -> Bench:
 
 
 @torch.no_grad()
-def plain_measure(bench: Bench, host: int, on: np.ndarray, split: str = "val") -> tuple[float, float]:
-    """Accuracy and loss of one coalition by one pass of a plain network over the whole split."""
+def plain_measure(bench: Bench, host: int, on: np.ndarray, split: str = "val", every: int = 1) -> tuple[float, float]:
+    """Accuracy and loss of one coalition by one pass of a plain network over the whole split, or a part of it."""
     model = PlainTraining(bench, host).model
     model.grown = {slot: grown for slot, grown in model.grown.items() if on[SLOTS.index(slot)]}
     model.eval()
     data = bench.data.split(split)
-    logits = model(data.x)
-    accuracy = 100.0 * (logits.argmax(dim=1) == data.y).float().mean().item()
-    return accuracy, F.cross_entropy(logits, data.y).item()
+    x, y = data.x[::every], data.y[::every]
+    logits = model(x)
+    accuracy = 100.0 * (logits.argmax(dim=1) == y).float().mean().item()
+    return accuracy, F.cross_entropy(logits, y).item()
 
 
 @pytest.mark.parametrize("shapley", [False, True])
@@ -66,6 +67,18 @@ def test_chunks_do_not_change_what_is_measured(monkeypatch):
     _, found = bench.measure()
     assert torch.equal(found.accuracy[sets.valid], want.accuracy[sets.valid])
     torch.testing.assert_close(found.loss, want.loss)
+
+
+def test_a_step_measures_a_share_of_the_examples_and_what_is_kept_all_of_them():
+    bench = Bench(measured_share=0.5)  # 15 of 30 examples: every second one
+    bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    coalitions, outputs = bench.measure()
+    for k in range(2):
+        accuracy, loss = plain_measure(bench, 0, coalitions.sets[0, k].numpy(), every=2)
+        assert outputs.accuracy[0, k].item() == pytest.approx(accuracy)
+    kept = bench.executor.committed("val", bench.slots)
+    assert kept.loss[0].item() == pytest.approx(plain_measure(bench, 0, np.zeros(3, dtype=bool))[1])
+    assert kept.loss[0].item() != pytest.approx(loss)
 
 
 def test_the_test_split_is_measured_with_fossils_alone():

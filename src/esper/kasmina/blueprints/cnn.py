@@ -1,8 +1,8 @@
 """Blueprints for convolutional hosts: h [B, C, H, W] -> delta of the same shape.
 
-A new seed must barely change its host, yet all of its parameters must receive gradients. So a branch ends with a layer
-scale of 0.01, or with a linear layer or a bounded factor that starts at zero. A zero before a normalization or a ReLU
-would stop the gradients of all layers before it.
+A new seed leaves its host as it is, with every algorithm, yet all of its parameters receive gradients from the second
+step on. So a branch ends with a layer scale, a linear layer or a bounded factor that starts at zero. A zero before a
+normalization or a ReLU would stop the gradients of all layers before it for good.
 """
 
 from typing import final
@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import INITIAL_SCALE, LayerScale, TanhScale, chain
+from esper.kasmina.blueprints.layers import LayerScale, TanhScale, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.lifecycle import HostFamily
 
@@ -125,7 +125,7 @@ def conv_heavy(c: int) -> nn.Module:
     )
 
 
-_SCALED = {"scale.gamma": INITIAL_SCALE}
+_SCALED = {"scale.gamma": 0.0}
 CNN_BLUEPRINTS = (
     FunctionBlueprint(HostFamily.CNN, conv_light, _SCALED),
     FunctionBlueprint(HostFamily.CNN, attention, {"excite.weight": 0.0, "excite.bias": 0.0}),

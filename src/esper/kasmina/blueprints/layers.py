@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-INITIAL_SCALE = 0.01
-"""Initial value of every layer scale: small against normalized activations, but gradients pass."""
-
 
 def chain(**layers: nn.Module) -> nn.Sequential:
     """Layers in a row, by name."""
@@ -18,11 +15,14 @@ def chain(**layers: nn.Module) -> nn.Sequential:
 
 
 class LayerScale(nn.Module):
-    """gamma * h with one trainable factor per channel, so that a correction after a ReLU can have either sign."""
+    """gamma * h with one trainable factor per channel that starts at zero.
+
+    A correction after a ReLU can have either sign.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((channels,), INITIAL_SCALE))
+        self.gamma = nn.Parameter(torch.zeros(channels))
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] or [B, T, D] -> the same."""

@@ -1,6 +1,6 @@
 """Blueprints for transformer hosts: h [B, T, D] -> delta of the same shape, where a token sees no later one.
 
-As for convolutional hosts, a new seed barely changes its host and all of its parameters receive gradients: each branch
+As for convolutional hosts, a new seed leaves its host as it is and all of its parameters receive gradients: each branch
 ends with a linear layer or a bounded factor that starts at zero.
 """
 

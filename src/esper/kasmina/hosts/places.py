@@ -18,6 +18,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts.host import ONE_TENSOR, Interface
 from esper.kasmina.hosts.module_host import (
@@ -58,7 +59,9 @@ def host_of(
     if slots is not None and not any(_is_pattern(slot) for slot in slots):
         return ModuleHostSpec.of(model, slots, example, interface=interface)
     inputs = probe_inputs(example, interface)
-    run_once(interface.attach(deterministic_build(lambda: new_network(model))).eval(), inputs[0])  # refuses the inputs
+    new = deterministic_build(lambda: new_network(model))
+    if not any(is_lazy(tensor) for tensor in (*new.parameters(), *new.buffers())):
+        run_once(interface.attach(new).eval(), inputs[0])  # says what is wrong with the inputs
     network = deterministic_build(lambda: new_network(model, interface.arguments(inputs[0][:1])))
     if slots is None:
         named, places = set[str](), _Trace(network, inputs, interface).places
@@ -199,9 +202,12 @@ class _Trace:
     def _is_passed_by_all(self, place: _Place) -> bool:
         """Whether the network gives the same for other inputs if the features here are the same."""
         if place.path not in self._decides:
-            with replaced_outputs(self._network, lambda _, h: place.h, [place.path]):
+            kept = dict[str, Tensor]()
+            with replaced_outputs(self._network, lambda path, h: kept.setdefault(path, h).clone(), [place.path]):
+                run_once(self._network, self._x)  # layers behind the place may edit the copy
+            with replaced_outputs(self._network, lambda path, h: kept[path], [place.path]):
                 found = run_once(self._network, self._others).output
-            self._decides[place.path] = torch.equal(found, self._run.output)  # deep networks may say little
+            self._decides[place.path] = torch.equal(found, self._run.output)  # a deep network rounds differences away
         return self._decides[place.path]
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ class OptimizerSpec:
         kind: "sgd" with momentum, "adam" (decay is added to the gradient) or "adamw" (decay is apart from it), each as
             in `torch.optim`.
         host_lr, seed_lr: learning rates.
-        schedule: how both fall over an episode, one factor per control step (`schedule_factor`).
+        schedule: how both fall over an episode, that of a seed from its birth on (`schedule_factor`).
         warmup: control steps in which they rise first.
         sgd_weight_decay: decay of all parameters of a host with "sgd".
         adamw_weight_decay: decay of a host with "adam" or "adamw": of its matrices, and of its biases and scales with
@@ -66,7 +66,7 @@ class OptimizerSpec:
             )
 
 
-def schedule_factor(spec: OptimizerSpec, t: int, episode_length: int) -> float:
+def schedule_factor(spec: OptimizerSpec, t: int, episode_length: int, *, born: int = 0) -> float:
     """What multiplies the learning rates in control step `t`, from 1 to `episode_length`.
 
     The same numbers as in a loop that calls `scheduler.step()` after each epoch, with E epochs and w of warm-up:
@@ -75,12 +75,14 @@ def schedule_factor(spec: OptimizerSpec, t: int, episode_length: int) -> float:
         cosine   falling = CosineAnnealingLR(optimizer, T_max=E - w)             Loshchilov & Hutter 2017, no restarts
         linear   falling = LinearLR(optimizer, 1.0, 0.0, total_iters=E - w)
 
-    The last step still trains: 0 would be reached one step after it.
+    The last step still trains: 0 would be reached one step after it. The rates of a seed that germinated in step `born`
+    begin to fall then, and end with those of the host.
     """
     done = t - 1
     if done < spec.warmup:
         return (done + 1) / (spec.warmup + 1)
-    share = (done - spec.warmup) / (episode_length - spec.warmup)
+    begin = max(spec.warmup, born)
+    share = (done - begin) / (episode_length - begin)
     match spec.schedule:
         case "constant":
             return 1.0

@@ -65,6 +65,8 @@ class LifecycleConfig:
     """Most players for which single and pair coalitions are evaluated."""
     shapley_limit: Annotated[int, Field(ge=0, le=6)] = 6
     """Most live seeds for which Shapley values are reported at the end of an episode."""
+    measured_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the validation examples on which each step measures; what is kept is measured on all of them."""
     fossils_as_players: bool = False
     """Whether contributions of fossilized seeds are measured too; set by the reward mode."""
     gate_mode: Literal["permissive", "strict"] = "permissive"

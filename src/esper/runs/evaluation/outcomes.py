@@ -65,6 +65,7 @@ class CostMeter:
         task: of the hosts. dataset: their data. spec: of the engine.
         seed_params: parameters of each blueprint by slot [S, P], from the executor.
         architectures: the architecture that each host has from the first step, if any.
+        measured_share: of the validation examples, in each step.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CostMeter:
         spec: EngineSpec,
         seed_params: np.ndarray,
         architectures: Sequence[Architecture] = (),
+        measured_share: float = 1.0,
     ) -> None:
         host = task.host
         assert host is not None, f"task {task.name!r} has no networks"
@@ -89,6 +91,7 @@ class CostMeter:
         if task.instances is not None:
             drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
             self._val_N = drawn.val.count.cpu().numpy()
+        self._val_N = np.ceil(self._val_N * measured_share)
         self.training, self.measuring = list[np.ndarray](), list[np.ndarray]()  # of each step so far
         # what each slot adds to the forward passes of the next step
         self._seeds = np.zeros((spec.num_envs, spec.num_slots))
@@ -218,7 +221,8 @@ def run_controller(
     engine.architectures = architectures
     if dataset is not None:
         (seed_params,) = host_read(engine.executor.costs.seed_params)
-        meter = CostMeter(task, dataset, engine.spec, seed_params, architectures)
+        share = config.lifecycle.measured_share
+        meter = CostMeter(task, dataset, engine.spec, seed_params, architectures, share)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None

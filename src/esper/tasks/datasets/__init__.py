@@ -1,5 +1,6 @@
 """Data sets: checked, split, and resident on the device; where their files lie, and stratified splits."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -47,6 +48,12 @@ class Split:
         """The same examples on `device`, contiguous; no copy where they are so already."""
         self.require_unchanged()
         return Split(self.x.to(device).contiguous(), self.y.to(device).contiguous())
+
+    def part(self, share: float) -> "Split":
+        """A share of the examples, rounded up, evenly spaced among them."""
+        count = math.ceil(len(self) * share)
+        place = torch.arange(count, device=self.y.device) * len(self) // count
+        return Split(self.x[place], self.y[place])
 
     def require_unchanged(self) -> None:
         """Raise DataError if an operation in place has changed the examples since this split was made."""

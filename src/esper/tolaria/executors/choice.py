@@ -121,6 +121,7 @@ def _host_data(
         schedule=(config.schedule_begin, config.episode_length),
         instances=task.instances,
         lr_factors=lr_factors,
+        measured_share=config.lifecycle.measured_share,
     )
 
 

@@ -8,6 +8,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple, final
 
@@ -59,6 +60,9 @@ class HostData:
         schedule: control steps after which the schedule of the learning rates begins, and with which it ends.
         instances: what makes hosts differ; None for equal ones.
         lr_factors: [N] multiply the learning rates of each host and its seeds; None for 1.
+        measured_share: of the validation examples, in each step.
+
+    The step in which each host (0) and the seed in each of its slots was born decides its learning rate.
 
     Attributes:
         objective: that of training. objectives: those of measuring by split, because R² depends on its targets.
@@ -84,6 +88,7 @@ class HostData:
         last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
         lr_factors: Float[Tensor, " N"] | None = None,
+        measured_share: float = 1.0,
     ) -> None:
         self._begin, end = schedule
         self._length = end - self._begin
@@ -94,6 +99,11 @@ class HostData:
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches(batch_val, "val")
+        self._measured_share, self._measured = measured_share, self._val
+        if measured_share < 1.0:
+            # instances name rows of the whole split
+            some = dataset if instances is not None else replace(dataset, val=dataset.val.part(measured_share))
+            self._measured = SharedBatchIterator(some, p.num_envs, batch_val, "val", p.run_seed, p.device)
         self.objective = of_split(objective, self._train.data.y)
         self._measured_by = of_measuring(objective)
         self.objectives: dict[SplitName, Objective] = {"val": of_split(self._measured_by, self._val.data.y)}
@@ -105,6 +115,7 @@ class HostData:
         self._channels_last = fits and runs_channels_last(p.host_kind, examples(dataset, 2)[0])
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
+        self._born = np.zeros((population.num_envs, 1 + population.num_slots), dtype=np.int64)
         self._given_factors = None if lr_factors is None else lr_factors.to(population.device)
         self._distribution = instances
         self._instances: Instances | None = None
@@ -115,6 +126,7 @@ class HostData:
         self.population.reset(episode)
         self.scaler.reset()
         self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
+        self._born[:] = 0
         self._draw_instances()
 
     def _draw_instances(self) -> None:
@@ -126,6 +138,8 @@ class HostData:
         self._instances = drawn
         self._train.choose(drawn.train)
         self._val.choose(drawn.val)
+        if self._measured is not self._val:
+            self._measured.choose(drawn.val.part(self._measured_share))
 
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
@@ -135,32 +149,39 @@ class HostData:
         p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self.episode, structure.t)
         p.snapshot_hosts(structure.snapshot)
         p.snapshot_seeds(structure.keep)
+        self._born[:, 1:][structure.germinated] = structure.t
         self.structure = structure
 
     def laid_out(self, x: Tensor) -> Tensor:
         """Inputs as the layers of a host are fastest: on a CPU the images of a user's network lie channels-last."""
         return channels_last(x) if self._channels_last else x
 
-    def lr_factors(self, t: int) -> Float[Tensor, " N"] | None:
-        """What multiplies the learning rates of each host and its seeds in step `t`; None for 1.
+    def lr_factors(self, t: int) -> Float[Tensor, "N C"] | None:
+        """What multiplies the learning rates in step `t`, [N, 1 + S] (a host, then its slots); None for 1.
 
         The product of the schedule, of the host's instance, and of what this engine was given.
         """
-        p, factors = self.population, list[Tensor]()
-        if p.optimizer_spec.is_scheduled:
-            factor = schedule_factor(p.optimizer_spec, t - self._begin, self._length)
-            factors.append(torch.full((p.num_envs,), factor, device=p.device))
-        if self._instances is not None:
-            factors.append(self._instances.lr_factor)
-        if self._given_factors is not None:
-            factors.append(self._given_factors)
-        return reduce(torch.mul, factors) if factors else None
+        p = self.population
+        of_instances = None if self._instances is None else self._instances.lr_factor
+        of_hosts = [factors for factors in (of_instances, self._given_factors) if factors is not None]
+        if not p.optimizer_spec.is_scheduled and not of_hosts:
+            return None
+        of_birth = [
+            schedule_factor(p.optimizer_spec, t - self._begin, self._length, born=max(0, born - self._begin))
+            for born in range(t)
+        ]
+        scheduled = torch.tensor(of_birth, dtype=torch.float32)[torch.from_numpy(self._born)]
+        return reduce(lambda found, own: found * own[:, None], of_hosts, scheduled.to(p.device, non_blocking=True))
 
     def train_batches(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
         self.population.moment.episode, self.population.moment.t = self.episode, t
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
+
+    def measured_batches(self) -> SharedBatchIterator:
+        """The validation examples on which a step measures."""
+        return self._measured
 
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
@@ -211,6 +232,7 @@ class HostData:
             "loss_scale": self.scaler.scale,
             "good_steps": self.scaler.good_steps,
             "episode": torch.tensor(self.episode),
+            "born": torch.from_numpy(self._born),
         }
 
     def load_state_dict(self, state: StateTree) -> None:
@@ -220,6 +242,7 @@ class HostData:
         self.scaler.scale.copy_(state["loss_scale"])
         self.scaler.good_steps.copy_(state["good_steps"])
         self.episode = int(state["episode"])
+        self._born[:] = state["born"].numpy()
         self._draw_instances()
 
 
@@ -364,7 +387,7 @@ class NetworkExecutor(ABC):
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
         """The coalitions of the structure, in `num_columns` columns; the rest of a row is not to be read."""
-        sums = self.sum_scores(self.data.evaluation("val"), alpha, self.data.coalition_sets(), num_columns)
+        sums = self.sum_scores(self.data.measured_batches(), alpha, self.data.coalition_sets(), num_columns)
         return measured(self.data.objective, sums)
 
     @torch.no_grad()

@@ -299,7 +299,7 @@ class StackedOptimizer:
     Args:
         population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
         scaler: precision of training. decay_mask: elements of a host that are decayed.
-        lr_factors: what multiplies the learning rates of each host and its seeds in this step, None for 1.
+        lr_factors: what multiplies the learning rates in this step, as `HostData.lr_factors` gives it.
     """
 
     def __init__(
@@ -309,13 +309,20 @@ class StackedOptimizer:
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
-        lr_factors: Float[Tensor, " N"] | None = None,
+        lr_factors: Float[Tensor, "N C"] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
-        self._scaler, self._decay_mask, self._lr_factors = scaler, decay_mask, lr_factors
+        self._scaler, self._decay_mask = scaler, decay_mask
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
+        self._host_lr: float | Tensor = self._spec.host_lr
+        self._seed_lr: float | Tensor = self._spec.seed_lr
+        self._gate_lr: float | Tensor = self._spec.seed_lr
+        if lr_factors is not None:
+            self._host_lr = self._host_lr * lr_factors[:, :1]
+            self._seed_lr = self._seed_lr * lr_factors[self._seed_host, population.index(1 + rows.seed_slot), None]
+            self._gate_lr = self._seed_lr[self._gate_of]
 
     @torch.no_grad()
     def unscale(self) -> None:
@@ -338,16 +345,13 @@ class StackedOptimizer:
         spec = self._spec
         host_clip, seed_clip = (clip_factor(norm, spec.grad_clip) for norm in (host_norm, seed_norm))
         gate_clip = seed_clip[self._gate_of]
-        factor = self._lr_factors
-        self._step(self._hosts, host_clip, _rates(spec.host_lr, factor), self._decay_mask, finite)
+        self._step(self._hosts, host_clip, self._host_lr, self._decay_mask, finite)
         if len(self._seed_host):
             finite_R = None if finite is None else finite[self._seed_host]
-            factor = None if factor is None else factor[self._seed_host]
-            self._step(self._seeds, seed_clip, _rates(spec.seed_lr, factor), None, finite_R)
+            self._step(self._seeds, seed_clip, self._seed_lr, None, finite_R)
             if len(self._gate_of):
                 finite_G = None if finite_R is None else finite_R[self._gate_of]
-                factor = None if factor is None else factor[self._gate_of]
-                self._step(self._gates, gate_clip, _rates(spec.seed_lr, factor), None, finite_G)
+                self._step(self._gates, gate_clip, self._gate_lr, None, finite_G)
 
     def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
         if not self._scaler.enabled:
@@ -362,8 +366,3 @@ class StackedOptimizer:
     ) -> None:
         working.grad.mul_(factor_R[:, None])
         step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)
-
-
-def _rates(lr: float, factor: Tensor | None) -> float | Tensor:
-    """The learning rate of all rows, or that of each [R, 1]."""
-    return lr if factor is None else lr * factor[:, None]

@@ -106,7 +106,7 @@ class NativeExecutor(NetworkExecutor):
         rows = begin_training(p, data.structure)
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
-        lr_factors = torch.ones(p.num_envs) if lr_factors is None else lr_factors.contiguous()
+        lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
         spaces = training_spaces(p, alpha, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 2, dtype=torch.float64)
         if others.size:  # first, because it clears the gradients of all hosts

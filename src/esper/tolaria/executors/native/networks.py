@@ -347,7 +347,7 @@ def _step(a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], opt
             rows = [(slot_space(seed.s, SlotSpace.SEED), seed.seed.layout.total)]
             if seed.gate_trainable and seed.gate is not None:
                 rows.append((slot_space(seed.s, SlotSpace.GATE), seed.gate.layout.total))
-            clipped_step(a, optimizer, optimizer.seed_lr, rate, rows, None)
+            clipped_step(a, optimizer, optimizer.seed_lr, Place(Space.RATE, 1 + seed.s), rows, None)
 
 
 def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:
@@ -525,7 +525,10 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
 def training_spaces(
     population: Population, alpha: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor, lr_factors: Tensor
 ) -> Spaces:
-    """The same for a train pass, in which trained rows lie in working copies; `decay`, `lr_factors` [N] are float32."""
+    """The same for a train pass, in which trained rows lie in working copies.
+
+    `decay` and `lr_factors` (`HostData.lr_factors`) are float32.
+    """
     spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
     spaces.share(Space.DECAY, decay)
     spaces.rows(Space.RATE, lr_factors)

@@ -517,7 +517,7 @@ BACKWARD = 2
 def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
 
-    `example` is a batch as hosts get it.
+    Those of attention are counted without its mask. `example` is a batch as hosts get it.
     """
     args, kwargs = host.arguments(example[:1])
     # with gradients, because without them the counter rejects a view of a parameter as the input of a layer; and with

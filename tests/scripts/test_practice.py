@@ -175,16 +175,14 @@ def test_what_cannot_be_compared_is_said(options, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("tabular", a_table), ("gpt", a_text)])
 def test_esper_counts_a_network_as_the_usual_ways_do(name, make):
     host, data = HOST[name], make()
-    budget = 1.2 * budget_of(host, data, 2.0)
+    budget = 8.0 * budget_of(host, data, 2.0)
     found = esper.grow(task_of(host, data, 2.0), "plain", budget=esper.Budget(flops=budget), workers=1, progress=False)
     assert found.flops == forward_flops(host, data, 1.0)
 
 
-@pytest.mark.slow
 def test_a_small_table_is_written_and_not_computed_twice(tmp_path, capsys):
     document = tmp_path / "page.md"
     document.write_text(f"by hand\n{BEGIN}\nold\n{END}\nmore\n")

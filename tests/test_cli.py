@@ -391,7 +391,10 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder
 
 @pytest.mark.parametrize(
     ("command", "setting"),
-    [(["evaluate", "wait_only", "--num-envs"], "num_envs"), (["grow", "digits", "--method", "heuristic", "--best-of"], "best_of")],
+    [
+        (["evaluate", "wait_only", "--num-envs"], "num_envs"),
+        (["grow", "digits", "--method", "heuristic", "--best-of"], "best_of"),
+    ],
 )
 def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(folder, capfd, command, setting):
     assert main([*command, "1000000"]) == 2

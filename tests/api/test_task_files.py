@@ -1,6 +1,7 @@
 """Tasks in files: every command finds them, and runs no code that was not named."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from own_tasks import SMALL
 import esper
 import small_runs
 from esper.cli import main
+from esper.runs.growth import Growth
 from small_runs import contents
 
 FILE = """
@@ -107,3 +109,39 @@ def test_a_name_that_is_no_task_is_refused(file, name, said, capfd):
     for words in (["train", "--task", name], ["grow", name], ["tasks", name]):
         assert main(words) == 2
         assert said in capfd.readouterr().err
+
+
+def test_a_growth_is_shown_stopped_continued_and_written(file, capfd, monkeypatch):
+    words = ["grow", "mine.py:task", "--out", "grown", "--beside", "plain", "--steps", "6", "--flops", "1e9"]
+    words += ["--set", "executor=streamed", "workers=1"]
+    assert main([*words, "--resume"]) == 2
+    assert "there is no grown.unfinished, so nothing can be continued" in capfd.readouterr().err
+
+    step = Growth.step
+
+    def stopping(growth: Growth) -> None:
+        step(growth)
+        if growth.t == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Growth, "step", stopping)
+        assert main(words) == 0
+    out = capfd.readouterr().out
+    assert "stopped after step 2 of 6; the best candidate so far is kept; continue it with the same file" in out
+    assert "by plain" not in out
+    assert Path("grown/model.py").is_file()
+    assert main(words) == 2
+    assert "exists already" in capfd.readouterr().err
+    assert main([*words, "--overwrite"]) == 2
+    assert (
+        "grown.unfinished has the candidates of an earlier growth; continue it with --resume" in capfd.readouterr().err
+    )
+
+    assert main([*words, "--resume"]) == 0
+    out = capfd.readouterr().out
+    assert "continued after step 2 of 6" in out
+    assert "\nthis network: " in out
+    assert "\nplain: the network alone" in out
+    assert Path("grown/growth.png").is_file()
+    assert not Path("grown.unfinished").exists()

@@ -319,9 +319,10 @@ def grow(
             config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
             out = console(progress)
             try:
-                grown = _Race(config, method, budget, seed, steps, unfinished, out).run(keep)
+                race = _Race(config, method, budget, seed, steps, unfinished, out)
+                grown = race.run(keep)
                 assert grown.leaderboard is not None
-                for other in beside:
+                for other in () if race.stopped else beside:
                     equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
                     board = _Race(config, other, equal, seed, steps, None, out).run(keep).leaderboard
                     assert board is not None
@@ -456,6 +457,7 @@ class _Race:
         out: RunConsole,
     ) -> None:
         self._out, self._file = out, None if unfinished is None else folder(unfinished)
+        self.stopped = False
         device = device_of(config)
         dataset = dataset_of(config, device)
         if dataset is None:
@@ -483,12 +485,12 @@ class _Race:
                     saved = time.monotonic()
         if not growth.t:
             raise KeyboardInterrupt
-        stopped = not growth.is_over
-        if stopped:
+        self.stopped = not growth.is_over
+        if self.stopped:
             kept = f"; continue it with the same file, {self._file}" if self._file else ""
             self._out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
         network, entry = growth.result(keep)
-        if self._file is not None and not stopped:
+        if self._file is not None and not self.stopped:
             self._file.unlink(missing_ok=True)
         found = network.description
         assert found.val is not None

@@ -111,6 +111,7 @@ def test_a_name_that_is_no_task_is_refused(file, name, said, capfd):
         assert said in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_growth_is_shown_stopped_continued_and_written(file, capfd, monkeypatch):
     words = ["grow", "mine.py:task", "--out", "grown", "--beside", "plain", "--steps", "6", "--flops", "1e9"]
     words += ["--set", "executor=streamed", "workers=1"]

@@ -148,5 +148,5 @@ def assert_close(found: dict[str, Tensor], want: dict[str, Tensor], rtol: float 
     assert found.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(
-            found[name], want[name], rtol=2e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+            found[name], want[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )

@@ -86,7 +86,8 @@ def test_hosts_and_seeds_follow_the_schedulers_of_torch_with_a_rate_of_their_own
     for host, network in enumerate(plain):
         assert_close(bench.host_params(host), network.model.give())
         for slot, seed in network.seeds.items():
-            assert_close(bench.seed_params(slot, host), dict(seed.named_parameters()))
+            # the first gradients of a newborn seed are 0, and Adam divides later ones by their small root mean square
+            assert_close(bench.seed_params(slot, host), dict(seed.named_parameters()), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

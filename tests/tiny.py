@@ -139,7 +139,7 @@ class Bench:
             measured_share=measured_share,
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
-        self.slots = empty_slots(num_envs, len(SLOTS), device)
+        self.slots = empty_slots(num_envs, self.population.num_slots, device)
         self.episode, self.t = 3, 0
         self.executor.reset(self.episode)
 

@@ -150,7 +150,7 @@ def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(
 def test_the_steps_before_a_failure_are_on_the_disk(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run"
+    path, whole = tmp_path / "run", small_runs.records(shared_run("null", 1))["events.jsonl"]
 
     def failing(self: object, t: int, slots: object, coalitions: object) -> object:
         if t == 6:
@@ -161,7 +161,6 @@ def test_the_steps_before_a_failure_are_on_the_disk(
     monkeypatch.setattr(ScriptedExecutor, "evaluate", failing)
     with pytest.raises(ZeroDivisionError):
         small_runs.train(path, "null", 1)
-    whole = small_runs.records(shared_run("null", 1))["events.jsonl"]
     assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
 
 

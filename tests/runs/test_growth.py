@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,11 @@ def grow() -> Iterator[Callable[..., Growth]]:
         config = resolve({"task": TASK.spec.name, "executor": "streamed", "workers": 1, "threads": 1})
         dataset = TASK.spec.load(None, 0)
 
-        def begun(method: Any = "halving", steps: int | None = None, seed: int = 3, **budget: Any) -> Growth:
-            return Growth(config, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps)
+        def begun(
+            method: Any = "halving", steps: int | None = None, seed: int = 3, warmup: int = 0, **budget: Any
+        ) -> Growth:
+            own = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
+            return Growth(own, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps)
 
         yield begun
 
@@ -250,6 +254,15 @@ def test_the_best_step_is_kept_on_request(grow):
     network, entry = growth.result("best")
     assert network.description.val == pytest.approx(best)
     assert best == max(growth.entries[entry].val)
+
+
+def test_a_warm_up_is_cut_to_the_first_stage(grow):
+    growth = grow("plain", flops=100 * STEP * grow("plain", steps=1).entries[0].flops, warmup=20)
+    assert 2 <= growth._end < 20
+    assert growth._engine.executor.data.lr_factors(1)[0, 0] < 1.0
+    while growth._stage == 0:
+        growth.step()
+    assert growth._engine.executor.data.lr_factors(growth.t + 1)[0, 0] == growth.entries[growth.rows[0]].candidate.rate
 
 
 # -- a stop and its continuation ---------------------------------------------------------------------------------------

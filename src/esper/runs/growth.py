@@ -506,7 +506,9 @@ class Growth:
         self._engine.add_fossils([candidate.architecture for candidate in candidates])
 
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
-        config = replace(self._config, episode_length=self._end)
+        optimizer = self._config.optimizer  # trained weights need no warm-up
+        optimizer = replace(optimizer, warmup=0 if self._begun else min(optimizer.warmup, self._end - 1))
+        config = replace(self._config, episode_length=self._end, optimizer=optimizer)
         hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self._begun)
         rates = [candidate.rate for candidate in candidates]

@@ -257,8 +257,8 @@ def test_the_best_step_is_kept_on_request(grow):
 
 
 def test_a_warm_up_is_cut_to_the_first_stage(grow):
-    growth = grow("plain", flops=100 * STEP * grow("plain", steps=1).entries[0].flops, warmup=20)
-    assert 2 <= growth._end < 20
+    growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops, warmup=11)
+    assert 2 <= growth._end < 11
     assert growth._engine.executor.data.lr_factors(1)[0, 0] < 1.0
     while growth._stage == 0:
         growth.step()

@@ -31,6 +31,7 @@ WRONG = [
         r"method is None; it must be Run \| Path \| str \| Schedule \| Callable",
     ),
     (lambda: esper.grow("digits", bestof=3), "esper.grow has no argument 'bestof'; did you mean 'best_of'?"),
+    (lambda: esper.grow("digits", steps=-4), "steps is -4; it must be at least 1."),
     (lambda: esper.grow("digits", best_of=0), "best_of is 0; at least 1 network is needed."),
     (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be int."),
     (lambda: esper.train("digits", devise="x"), "no argument 'devise'; did you mean 'device'?"),

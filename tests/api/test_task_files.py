@@ -1,5 +1,6 @@
 """Tasks in files: every command finds them, and runs no code that was not named."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -146,3 +147,11 @@ def test_a_growth_is_shown_stopped_continued_and_written(file, capfd, monkeypatc
     assert "\nplain: the network alone" in out
     assert Path("grown/growth.png").is_file()
     assert not Path("grown.unfinished").exists()
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_trained(file, tmp_path, capfd):
+    assert main(["grow", "mine.py:task", "--out", "mine.py/x"]) == 2
+    assert "nothing can be written into mine.py" in capfd.readouterr().err
+    os.mkfifo(tmp_path / "grown.unfinished")
+    assert main(["grow", "mine.py:task", "--out", "grown", "--resume"]) == 2
+    assert "grown.unfinished is not a file that a growth wrote" in capfd.readouterr().err

@@ -154,3 +154,21 @@ def test_attention_with_dropout_leaves_as_pytorchs_own():
     assert type(layer) is torch.nn.MultiheadAttention
     assert (layer.dropout, list(layer.named_children())) == (0.1, [("out_proj", layer.out_proj)])
     assert module.train()(tokens).shape == (8, 3)
+
+
+class Recurrent(nn.Module):
+    """[B, 5, 3] -> [B, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(x)[0].mean(dim=1))
+
+
+def test_flops_of_an_lstm_are_those_of_its_products():
+    x = torch.zeros(2, 5, 3)
+    host = ModuleHostSpec.of(Recurrent, ["out"], x).build(["out"], x[:1])
+    of_layers = 2 * 5 * (16 * 3 + 16 * 4) + 2 * 5 * (16 * 4 + 16 * 4)
+    assert flops(Recurrent(), host, x) == of_layers + 2 * 4 * 2

@@ -161,6 +161,8 @@ def test_minutes_end_a_growth_before_the_step_that_would_be_too_late(grow):
     assert not growth.is_over
     growth.seconds = 300.0 - 1e-9
     assert growth.is_over
+    growth.seconds = 300.0 - 2.0 * growth.training_seconds
+    assert not growth.is_over
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -246,6 +248,34 @@ def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(
     x, y = vectors(50)
     right = (network.module(x).argmax(dim=1) == y).float().mean()
     assert network.description.test == pytest.approx(100.0 * float(right))
+
+
+@pytest.mark.parametrize("method", ["halving", "hill_climbing"])
+def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained(grow, method):
+    growth = grow(method, flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+    while growth._stage == 0:
+        growth.step()
+    best = max(entry.val[-1] for entry in growth.entries if entry.born < growth.t)
+    network, entry = growth.result()
+    assert growth.entries[entry].val[-1] == best == pytest.approx(network.description.val)
+    assert growth.entries[entry].spent > 0.0
+    assert all(spent or not points for _, spent, points, _ in growth.leaderboard(entry, None).courses)
+
+
+def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow):
+    growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+    while growth._stage == 0:
+        growth.step()
+    row, t, _ = growth.ended
+    growth.entries[row].val[t - 1] = 100.0
+    finished(growth)
+    assert growth.result()[1] == row
+
+
+def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
+    growth = finished(grow("halving", steps=9, minutes=5.0))
+    assert growth.t == 9
+    assert 0.0 < growth.training_seconds <= growth.seconds
 
 
 def test_the_best_step_is_kept_on_request(grow):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from stat import S_ISREG
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -21,6 +23,7 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option
+from esper.leyline.files import mode_of
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
@@ -310,6 +313,8 @@ def grow(
     spec, budget = spec_of(task), budget or Budget()
     if best_of < 1:
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps is {steps}; it must be at least 1.")
     if method in METHODS:
         if best_of != 1:
             raise ConfigError(
@@ -324,8 +329,11 @@ def grow(
                 assert grown.leaderboard is not None
                 for other in () if race.stopped else beside:
                     equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
-                    board = _Race(config, other, equal, seed, steps, None, out).run(keep).leaderboard
+                    race = _Race(config, other, equal, seed, steps, None, out)
+                    board = race.run(keep).leaderboard
                     assert board is not None
+                    if race.stopped:
+                        break
                     grown.beside[other] = board
             except KeyboardInterrupt:
                 raise Stopped("stopped; nothing was kept") from None
@@ -458,6 +466,8 @@ class _Race:
     ) -> None:
         self._out, self._file = out, None if unfinished is None else folder(unfinished)
         self.stopped = False
+        if self._file is not None:
+            _require_place(self._file)
         device = device_of(config)
         dataset = dataset_of(config, device)
         if dataset is None:
@@ -474,13 +484,16 @@ class _Race:
         growth, requests, saved = self._growth, list[bool](), time.monotonic()
         progress = PassProgress(self._out, 100)
         with progress, stop_signals(lambda: requests.append(True)):
+            if self._file is not None:
+                growth.write(self._file)
             progress.skip(100.0 * growth.share)
             while not growth.is_over and not requests:
-                before = growth.share
+                before, entries = growth.share, len(growth.entries)
                 growth.step()
                 progress.stage(growth.place)
                 progress.advance(100.0 * (growth.share - before))
-                if self._file is not None and (requests or time.monotonic() - saved > SAVE_EVERY):
+                due = requests or len(growth.entries) > entries or time.monotonic() - saved > SAVE_EVERY
+                if self._file is not None and due:
                     growth.write(self._file)
                     saved = time.monotonic()
         if not growth.t:
@@ -497,6 +510,20 @@ class _Race:
         rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
         end = Row(len(growth.entries[entry].val), "", "end", None, None, found.val)
         return Grown(network, Timeline([*rows, end], found.unit), growth.leaderboard(entry, found.test))
+
+
+def _require_place(file: Path) -> None:
+    """Raise ConfigError, before anything is trained, if a file cannot be written, or if something else is there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written into {file.parent} ({error.strerror}); name another folder."
+        ) from error
+    if mode_of(file) and not S_ISREG(mode_of(file)):
+        raise ConfigError(f"{file} is not a file that a growth wrote; move it away, or name another one.")
 
 
 @final

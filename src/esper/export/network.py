@@ -522,9 +522,18 @@ def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     args, kwargs = host.arguments(example[:1])
     # with gradients, because without them the counter rejects a view of a parameter as the input of a layer; and with
     # attention as matrix products, because it does not know the fused kernels of a CPU
-    with FlopCounterMode(display=False) as counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    known = {torch.ops.aten.mkldnn_rnn_layer: _flops_of_lstm}
+    counter = FlopCounterMode(display=False, custom_mapping=known)
+    with counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         module(*args, **kwargs)
     return int(counter.get_total_flops())
+
+
+def _flops_of_lstm(
+    x: Sequence[int], of_inputs: Sequence[int], of_hidden: Sequence[int], *_: object, **__: object
+) -> int:
+    """Of one layer of nn.LSTM on a CPU, in one direction, from the shapes of its inputs [T, B, I] and weights."""
+    return 2 * x[0] * x[1] * (math.prod(of_inputs) + math.prod(of_hidden))
 
 
 def _host(spec: HostSpec, slots: Collection[str], example: Tensor) -> Host:

@@ -331,7 +331,7 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
     return tuple(ends)
 
 
-_PLACE = ("t", "steps", "spent", "seconds", "rows", "_stage", "_end", "_failed", "_begun")
+_PLACE = ("t", "steps", "spent", "seconds", "training_seconds", "rows", "_stage", "_end", "_failed", "_begun")
 """Where a growth is, for its file."""
 
 
@@ -346,7 +346,8 @@ class Growth:
 
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
-        t: steps so far. steps: those that are planned. spent: FLOPs so far. seconds: so far, with those before a stop.
+        t: steps so far. steps: those that are planned. spent: FLOPs so far.
+        seconds: so far, with those before a stop; training_seconds: without those between stages.
 
     Raises:
         ConfigError: the budget is too small for the method, or for the network alone.
@@ -367,11 +368,14 @@ class Growth:
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
+        self.training_seconds = 0.0
         self._begun, self._end = 0, config.episode_length
         self.entries: list[Entry] = []
         self.rows: list[int] = []
+        self.ended: tuple[int, int, StateTree] | None = None
+        """Entry, step and state of the candidate with the best figure of merit at the end of a stage."""
         self.best: tuple[int, int, StateTree] | None = None
-        """Entry, step and state of the row with the best figure of merit of the last stage."""
+        """The same, and of each step of the last stage."""
         self.steps = config.episode_length
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
@@ -384,8 +388,8 @@ class Growth:
         trial.require(1, free, "candidates")
         self._most = trial.most_hosts(free)
         batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
-        self._seconds_per_flop = trial.batch_seconds / batch  # until steps are measured
-        self._stage, self._fixed, self._last_step, self._failed = 0, steps, 0.0, 0
+        self._trial_seconds = trial.batch_seconds / batch
+        self._stage, self._fixed, self._failed = 0, steps, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         by_budget: Method = "halving" if runs >= _MANY_RUNS else "hill_climbing"
@@ -457,8 +461,7 @@ class Growth:
     def _left(self) -> float:
         """FLOPs that may still be spent."""
         flops, minutes = self.budget.flops, self.budget.minutes
-        per_flop = self.seconds / self.spent if self.spent else self._seconds_per_flop
-        in_time = math.inf if minutes is None else (60.0 * minutes * _IN_TIME - self.seconds) / per_flop
+        in_time = math.inf if minutes is None else (60.0 * minutes * _IN_TIME - self.seconds) / self._per_flop
         return min(in_time, math.inf if flops is None else flops - self.spent)
 
     def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
@@ -532,9 +535,15 @@ class Growth:
     @property
     def is_over(self) -> bool:
         """Whether the last step is done, or the budget does not hold another one."""
-        in_time = self.budget.minutes is None or self.seconds + self._last_step <= 60.0 * self.budget.minutes
-        paid = self.budget.flops is None or self.spent + self._costs_left()[0] <= self.budget.flops
+        cost, minutes = self._costs_left()[0], self.budget.minutes
+        in_time = minutes is None or self.seconds + cost * self._per_flop <= 60.0 * minutes
+        paid = self.budget.flops is None or self.spent + cost <= self.budget.flops
         return self.t == self.steps or not (in_time and paid)
+
+    @property
+    def _per_flop(self) -> float:
+        """Seconds of a FLOP in the steps so far, or by the trial before them."""
+        return self.training_seconds / self.spent if self.spent else self._trial_seconds
 
     def step(self) -> None:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
@@ -546,12 +555,15 @@ class Growth:
             cost = self._of_step(self.entries[row].candidate)
             self.entries[row].spent += cost
             self.spent += cost
+        self.training_seconds += time.monotonic() - began
+        if self.t == self._end:
+            self.ended = self._better(self.ended)
+            self.best = self._better(self.best)
         if self._stage == len(self._stages) - 1:
-            self._remember_best()
+            self.best = self._better(self.best)
         elif self.t == self._end:
             self._next_stage()
-        self._last_step = time.monotonic() - began
-        self.seconds += self._last_step
+        self.seconds += time.monotonic() - began
 
     def _listen(self, report: StepReport) -> None:
         for place, row in enumerate(self.rows):
@@ -624,12 +636,13 @@ class Growth:
         self._client = baseline_of("wait_only", self._config, self._engine.spec)
         self._engine.load_state_dict(state, self._client)
 
-    def _remember_best(self) -> None:
-        """Keep the state of the row that has just had the best figure of merit of the last stage."""
+    def _better(self, known: tuple[int, int, StateTree] | None) -> tuple[int, int, StateTree] | None:
+        """The best row as it is now, if its figure of merit is above that of what is known."""
         row = max(self.rows, key=lambda row: self.entries[row].score())
         found = self.entries[row].score()
-        if math.isfinite(found) and (self.best is None or found > self.entries[self.best[0]].val[self.best[1] - 1]):
-            self.best = row, self.t, self._engine.state_of([self.rows.index(row)])
+        if math.isfinite(found) and (known is None or found > self.entries[known[0]].val[known[1] - 1]):
+            return row, self.t, self._engine.state_of([self.rows.index(row)])
+        return known
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
@@ -637,15 +650,15 @@ class Growth:
         """The network with the best figure of merit on the validation examples, and its entry.
 
         Args:
-            keep: the "last" step of each candidate in training, or the "best" step of the last stage.
+            keep: the "last" step of each candidate in a stage, or also the "best" step in the last stage.
 
         Raises:
             ExportError: the loss of every candidate is NaN or infinite.
         """
-        row = max(self.rows, key=lambda row: self.entries[row].score())
-        state = self._engine.state_of([self.rows.index(row)])
-        if keep == "best" and self.best is not None:
-            row, _, state = self.best
+        known = self.ended if keep == "last" else self.best
+        trained = [row for row in self.rows if len(self.entries[row].val) > self.entries[row].born]
+        found = self._better(known) if trained == self.rows else known
+        row, _, state = found or (self.rows[0], self.t, self._engine.state_of([0]))
         self.rows = [row]
         self._load(state)
         self._engine.end_episode()
@@ -719,10 +732,13 @@ class Growth:
             "key": self._key(),
             "stages": [asdict(stage) for stage in self._stages],
             "entries": [asdict(entry) for entry in self.entries],
+            "ended": self.ended[:2] if self.ended else None,
             "best": self.best[:2] if self.best else None,
         }
         state = with_prefix("rows", self._engine.state_dict())
-        write_state(file, about, state | with_prefix("best", self.best[2] if self.best else {}))
+        for name, known in (("ended", self.ended), ("best", self.best)):
+            state |= with_prefix(name, known[2] if known else {})
+        write_state(file, about, state)
 
     def read(self, file: Path) -> None:
         """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
@@ -736,6 +752,7 @@ class Growth:
             setattr(self, name, about[name])
         self._stages = tuple(Stage(**stage) for stage in about["stages"])
         self.entries = [_entry_of(fields) for fields in about["entries"]]
+        self.ended = (*about["ended"], below("ended", state)) if about["ended"] else None
         self.best = (*about["best"], below("best", state)) if about["best"] else None
         self._load(below("rows", state))
 

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from esper.telemetry.report.page import colors
 from esper.telemetry.report.payloads import Payload
@@ -92,6 +92,7 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
             label = f"{method}: {name}, {points[-1]:.2f}" if kept else None
             ax.plot(spent, points, color=color, label=label, linewidth=2.2 if kept else 1.2, alpha=1.0 if kept else 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     return figure
 

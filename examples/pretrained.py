@@ -43,7 +43,7 @@ def main() -> None:
     task = esper.Task(SmallNet, train=train, val=val, test=test, batch=50, weights=net.state_dict())  # or a file
     print(task)
     for controller in ("wait_only", "fixed_schedule_fill"):
-        grown = esper.grow(task, controller=controller, best_of=2)
+        grown = esper.grow(task, method=controller, best_of=2)
         print(f"{controller}: {grown.num_params} parameters, {grown.unit} on the test images {grown.test_points:.1f}")
     print(f"before: {accuracy:.1f}")
 

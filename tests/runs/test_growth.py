@@ -148,7 +148,7 @@ def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, method, ru
     flops = runs * 12 * STEP * grow("plain", steps=1).entries[0].flops
     growth = finished(grow(method, flops=flops, params=params))
     assert growth.spent <= flops
-    network, entry = growth.result()
+    network, entry, _ = growth.result()
     assert network.description.host_params + network.description.grown_params <= params
     assert max(made.params for made in growth.entries) <= params
     assert growth.entries[entry].params == network.description.host_params + network.description.grown_params
@@ -243,7 +243,7 @@ def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow):
 def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(grow):
     growth = finished(grow("portfolio", steps=6, flops=1e12))
     best = max(entry.val[-1] for entry in growth.entries)
-    network, entry = growth.result()
+    network, entry, _ = growth.result()
     assert growth.entries[entry].val[-1] == best == pytest.approx(network.description.val)
     x, y = vectors(50)
     right = (network.module(x).argmax(dim=1) == y).float().mean()
@@ -256,10 +256,10 @@ def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained
     while growth._stage == 0:
         growth.step()
     best = max(entry.val[-1] for entry in growth.entries if entry.born < growth.t)
-    network, entry = growth.result()
+    network, entry, _ = growth.result()
     assert growth.entries[entry].val[-1] == best == pytest.approx(network.description.val)
     assert growth.entries[entry].spent > 0.0
-    assert all(spent or not points for _, spent, points, _ in growth.leaderboard(entry, None).courses)
+    assert all(spent or not points for _, spent, points, _ in growth.leaderboard(entry, growth.t, None).courses)
 
 
 def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow):
@@ -269,7 +269,12 @@ def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow
     row, t, _ = growth.ended
     growth.entries[row].val[t - 1] = 100.0
     finished(growth)
-    assert growth.result()[1] == row
+    _, entry, steps = growth.result()
+    assert (entry, steps) == (row, t)
+    board = growth.leaderboard(entry, steps, 99.0)
+    assert board.val == 100.0
+    (shown,) = [line for line in str(board).splitlines() if " 99.00 " in line]
+    assert f" {t}  100.00  99.00 " in shown  # of the network that is kept, not of the last step
 
 
 def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
@@ -281,9 +286,10 @@ def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
 def test_the_best_step_is_kept_on_request(grow):
     growth = finished(grow("plain", steps=12))
     best = max(value for entry in growth.entries for value in entry.val)
-    network, entry = growth.result("best")
+    network, entry, steps = growth.result("best")
     assert network.description.val == pytest.approx(best)
     assert best == max(growth.entries[entry].val)
+    assert growth.leaderboard(entry, steps, None).val == pytest.approx(network.description.val)
 
 
 def test_a_warm_up_is_cut_to_the_first_stage(grow):
@@ -355,7 +361,9 @@ def entry(val: float, params: int, name: str = "norm") -> Entry:
 
 def test_the_pareto_set_has_what_no_smaller_network_beats():
     entries = tuple(entry(*of) for of in ((90.0, 300), (88.0, 100), (87.0, 200), (85.0, 50), (85.0, 60)))
-    board = Leaderboard(entries=entries, chosen=0, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0)
+    board = Leaderboard(
+        entries=entries, chosen=0, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
+    )
     assert board.pareto == (0, 1, 3)
     first, *_ = [line for line in str(board).splitlines() if "norm" in line]
     assert first.split()[:6] == ["norm", "in", "one", "1", "90.00", "89.00"]

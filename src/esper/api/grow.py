@@ -502,14 +502,14 @@ class _Race:
         if self.stopped:
             kept = f"; continue it with the same file, {self._file}" if self._file else ""
             self._out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
-        network, entry = growth.result(keep)
+        network, entry, steps = growth.result(keep)
         if self._file is not None and not self.stopped:
             self._file.unlink(missing_ok=True)
         found = network.description
         assert found.val is not None
         rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
-        end = Row(len(growth.entries[entry].val), "", "end", None, None, found.val)
-        return Grown(network, Timeline([*rows, end], found.unit), growth.leaderboard(entry, found.test))
+        end = Row(steps, "", "end", None, None, found.val)
+        return Grown(network, Timeline([*rows, end], found.unit), growth.leaderboard(entry, steps, found.test))
 
 
 def _require_place(file: Path) -> None:

@@ -157,18 +157,26 @@ class Leaderboard:
     """All candidates of a growth, the best first; prints as a table.
 
     Attributes:
-        entries: by the mean figure of merit of their last steps. chosen: place of the one that is kept.
-        test: its figure of merit on the test examples. unit: of both. spent: FLOPs, and seconds, of all together.
+        entries: by the figure of merit of their last step.
+        chosen: place of the one that is kept, as it was after `steps` of its steps. test: its figure of merit on the
+            test examples. unit: of both.
+        spent: FLOPs of all together. seconds: likewise.
         budget: FLOPs that were allowed, or spent where minutes were.
     """
 
     entries: tuple[Entry, ...]
     chosen: int
+    steps: int
     test: float | None
     unit: str
     spent: float
     seconds: float
     budget: float
+
+    @property
+    def val(self) -> float:
+        """Figure of merit of the network that is kept on the validation examples."""
+        return self.entries[self.chosen].val[self.steps - 1]
 
     @property
     def pareto(self) -> tuple[int, ...]:
@@ -181,32 +189,32 @@ class Leaderboard:
         return tuple(sorted(found))
 
     @property
-    def courses(self) -> list[tuple[str, list[float], list[float], bool]]:
-        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, if it is kept."""
+    def courses(self) -> list[tuple[str, list[float], list[float], float | None]]:
+        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, those kept."""
         return [
             (
                 str(entry.candidate),
                 [entry.of_step * (i + 1 + entry.born) for i in range(len(entry.val) - entry.born)],
                 entry.val[entry.born :],
-                i == self.chosen,
+                self.val if i == self.chosen else None,
             )
             for i, entry in enumerate(self.entries)
         ]
 
     def __str__(self) -> str:
         page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
-        rows = [
-            (entry, self.test if i == self.chosen else None, i in self.pareto) for i, entry in enumerate(self.entries)
-        ]
-        for entry, test, pareto in rows:
+        for i, entry in enumerate(self.entries):
+            steps, val, test = len(entry.val), entry.score(), None
+            if i == self.chosen:
+                steps, val, test = self.steps, self.val, self.test
             page.add_row(
                 str(entry.candidate),
-                str(len(entry.val)),
-                f"{entry.score():.2f}",
+                str(steps),
+                f"{val:.2f}",
                 "" if test is None else f"{test:.2f}",
                 f"{entry.params:,}",
                 *(short(value) for value in (entry.flops, entry.spent)),
-                "*" * pareto,
+                "*" * (i in self.pareto),
             )
         return (
             f"{tables.text(lambda console: console.print(page))}\nval, test: {self.unit}; FLOPs of one example, and "
@@ -224,7 +232,7 @@ def compared(boards: Mapping[str, Leaderboard]) -> str:
         kept = board.entries[board.chosen]
         test = "" if board.test is None else f"{board.test:.2f}"
         sizes = (short(value) for value in (kept.flops, board.spent))
-        page.add_row(f"{name}: {kept.candidate}", f"{kept.score():.2f}", test, f"{kept.params:,}", *sizes)
+        page.add_row(f"{name}: {kept.candidate}", f"{board.val:.2f}", test, f"{kept.params:,}", *sizes)
     return tables.text(lambda console: console.print(page))
 
 
@@ -646,8 +654,8 @@ class Growth:
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def result(self, keep: Keep = "last") -> tuple[GrownNetwork, int]:
-        """The network with the best figure of merit on the validation examples, and its entry.
+    def result(self, keep: Keep = "last") -> tuple[GrownNetwork, int, int]:
+        """The network with the best figure of merit on the validation examples, its entry, and the steps it has had.
 
         Args:
             keep: the "last" step of each candidate in a stage, or also the "best" step in the last stage.
@@ -658,14 +666,14 @@ class Growth:
         known = self.ended if keep == "last" else self.best
         trained = [row for row in self.rows if len(self.entries[row].val) > self.entries[row].born]
         found = self._better(known) if trained == self.rows else known
-        row, _, state = found or (self.rows[0], self.t, self._engine.state_of([0]))
+        row, steps, state = found or (self.rows[0], self.t, self._engine.state_of([0]))
         self.rows = [row]
         self._load(state)
         self._engine.end_episode()
         (test,) = host_read(self._engine.test())
         stats = self._engine.outcome()
         task = self._config.task_spec()
-        return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row
+        return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row, steps
 
     def births(self, entry: int) -> list[tuple[PlacedSeed, int]]:
         """The seeds of an entry, and the step after which each of them came."""
@@ -678,12 +686,13 @@ class Growth:
             at = this.parent
         return found[::-1]
 
-    def leaderboard(self, entry: int, test: float | None) -> Leaderboard:
-        """All entries; `entry` is kept, and has this figure of merit on the test examples."""
+    def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
+        """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""
         order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score())
         return Leaderboard(
             entries=tuple(self.entries[i] for i in order),
             chosen=order.index(entry),
+            steps=steps,
             test=test,
             unit=self._config.task_spec().objective.unit,
             spent=self.spent,

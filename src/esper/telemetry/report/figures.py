@@ -77,8 +77,8 @@ def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[P
     return figure
 
 
-Course = tuple[str, Sequence[float], Sequence[float], bool]
-"""A candidate of a growth: its name, the FLOPs spent on it after each step, its points then, and whether it is kept."""
+Course = tuple[str, Sequence[float], Sequence[float], float | None]
+"""A candidate of a growth: its name, FLOPs spent on it after each step, its points then, and those of what is kept."""
 
 
 def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure:
@@ -89,8 +89,10 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     dress(ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept")
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:
-            label = f"{method}: {name}, {points[-1]:.2f}" if kept else None
-            ax.plot(spent, points, color=color, label=label, linewidth=2.2 if kept else 1.2, alpha=1.0 if kept else 0.3)
+            label = None if kept is None else f"{method}: {name}, {kept:.2f}"
+            ax.plot(
+                spent, points, color=color, label=label, linewidth=2.2 if label else 1.2, alpha=1.0 if label else 0.3
+            )
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)

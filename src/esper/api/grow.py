@@ -40,6 +40,7 @@ from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.signals import stop_signals
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
+from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import PassProgress, RunConsole, RunProgress, warn
@@ -370,7 +371,7 @@ def _run_of(controller: Controller) -> Run | None:
     """The run that was named, if it was one."""
     if isinstance(controller, Run):
         return controller
-    if isinstance(controller, str) and controller in known.names():
+    if isinstance(controller, str) and (controller in known.names() or is_policy_file(controller)):
         return None
     if isinstance(controller, str | Path):
         if not folder(controller).exists():
@@ -387,7 +388,7 @@ def _client(
 ) -> tuple[str, Callable[[EngineSpec], ClientProtocol]]:
     """A name for messages, and what makes the client."""
     if run is not None:
-        found = known.trained(run.directory, config, transfer=True)
+        found = known.trained(run.directory, config)
         warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):

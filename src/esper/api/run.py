@@ -19,7 +19,7 @@ from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
 from esper.runs.evaluation.controllers import known_names
-from esper.tamiyo.policy_files import SUFFIX
+from esper.tamiyo.policy_files import is_policy_file
 from esper.tasks.registry import TaskSpec, registered, task_by_name
 from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY, require_run
@@ -284,7 +284,7 @@ def evaluate(
     if not runs:
         raise ConfigError("run is an empty list; name at least one run.")
     for name in baselines:
-        if name not in known_names() and not name.endswith(SUFFIX):
+        if name not in known_names() and not is_policy_file(name):
             raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
     other = None if task is None else spec_of(task)
     own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}
@@ -300,7 +300,6 @@ def evaluate(
             [one.directory for one in runs],
             baselines,
             best=best,
-            transfer=other is not None or episode_length is not None,
             seeds=() if seed is None else (seed,),
             num_envs=num_envs,
             flops=flops_per_host,

@@ -84,7 +84,6 @@ def evaluate(command: Evaluate) -> int:
             runs,
             baselines,
             best=command.best,
-            transfer=task is not None or command.episode_length is not None,
             seeds=command.seed,
             num_envs=command.num_envs,
             flops=command.flops_per_host,

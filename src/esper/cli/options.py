@@ -69,6 +69,8 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     for name, convert in (("architecture", _architecture), ("data_dir", str), ("plugins", joined), ("sinks", joined)):
         if name in given:
             given[name] = convert(given[name])
+    if isinstance(given.get("task"), tuple):
+        given["task"] = given["task"][-1]
     if "reward" in given:
         given["reward"] = {"mode": given["reward"]}
     return nested(given | dict(map(_assignment, assignments)))

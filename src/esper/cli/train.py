@@ -38,8 +38,11 @@ class Train:
 
     config: FilePath = None
     """Configuration file (TOML); command-line options override it."""
-    task: Text = None
-    """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. (digits)"""
+    task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
+    """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. With several, the rounds
+    take turns and train one policy, OUT/policy.safetensors; the same command again continues. (digits)"""
+    policy: Text = None
+    """File of a learned policy to start from, or pretrained. (a new policy)"""
     preset: Text = None
     """Base settings: quickstart, small, learn or paper. (quickstart)"""
     rounds: Number = None
@@ -98,6 +101,8 @@ def train(command: Train) -> int:
     if command.resume is not None:
         path, config = command.resume, _continued(command, command.resume)
         summary = runner.resume(config, path, console)
+    elif len(command.task) > 1:
+        return _train_mixture(command, console)
     else:
         given = overrides(command, joined(command.set))
         if command.architecture is not None:
@@ -111,6 +116,23 @@ def train(command: Train) -> int:
     if not config.architecture:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
         _say_against_best_schedule(config, path, console)
+    return 0
+
+
+def _train_mixture(command: Train, console: RunConsole) -> int:
+    """Train one policy over several tasks."""
+    from esper.runs.assembly.presets import resolve
+    from esper.runs.training.mixture import train_mixture
+
+    if command.out is None or command.architecture is not None:
+        raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no --architecture.")
+    given = overrides(command, joined(command.set))
+    configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
+    file = train_mixture(configs, command.out, console)
+    if file is None:
+        console.say("stopped; the same command continues with the first round that is not in the folder")
+        return EXIT_STOPPED
+    console.say(f"done: {file}; compare it: {command_line('evaluate', file)} --task {command.task[0]}")
     return 0
 
 

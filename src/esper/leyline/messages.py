@@ -186,11 +186,26 @@ class Transitions:
 
 @tensor_dataclass
 class SeedCosts:
-    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
+    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen.
+
+    `kinds` describes what the network of a blueprint is made of, see `kasmina.blueprints.description`.
+    """
 
     seed_params: Int[Tensor, "S P"]
     gate_params: Int[Tensor, " S"]
     selectable: Bool[Tensor, " P"]
+    kinds: Float[Tensor, "S P K"]
+
+
+@tensor_dataclass
+class Menu:
+    """What a controller can choose from, by measured numbers of about 0 to 1 instead of names.
+
+    `places` describes the slots, `seeds` each blueprint in each slot (`kasmina.blueprints.description`).
+    """
+
+    places: Float[Tensor, "S _"]
+    seeds: Float[Tensor, "S B _"]
 
 
 @tensor_dataclass
@@ -276,6 +291,7 @@ class EngineSpec:
         family: family of the host.
         num_blueprints: size of the blueprint head. selectable: indices a controller may choose.
         min_training_epochs: M of the task. auto_gates: whether the tick asks G1, G2, G3 without an ADVANCE.
+        menu: the slots and blueprints by what they are; a learned policy needs it.
     """
 
     run_seed: int
@@ -290,6 +306,7 @@ class EngineSpec:
     blueprint_names: tuple[str, ...] = ()
     host_offset: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    menu: Menu | None = None
 
     @property
     def num_slots(self) -> int:

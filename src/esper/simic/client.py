@@ -140,7 +140,7 @@ class PolicyStep(nn.Module):
 
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
     """Memory of the rollout of one host: the buffer, and the copy that an update works on."""
-    shape = (1, steps, feature_dim(num_slots), num_slots, config.hidden_width, config.num_layers)
+    shape = (1, steps, feature_dim(num_slots), num_slots, num_slots * config.hidden_width, config.num_layers)
     slabs = TamiyoRolloutBuffer(*shape, device="cpu", gae_lambda=config.gae_lambda).slabs
     return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs))
 
@@ -204,7 +204,6 @@ class SimicClient(_WithReward):
         self.agent = new_agent(
             network.to(self.device),
             ppo_config,
-            feature_dim=feature_dim(spec.num_slots),
             selectable=_selectable(spec, self.device),
             total_updates=total_updates,
         )
@@ -221,7 +220,7 @@ class SimicClient(_WithReward):
             spec.episode_length,
             feature_dim(spec.num_slots),
             spec.num_slots,
-            ppo_config.hidden_width,
+            network.state_width,
             ppo_config.num_layers,
             device=self.device,
             gae_lambda=ppo_config.gae_lambda,
@@ -242,6 +241,7 @@ class SimicClient(_WithReward):
         self._rolled_back_TN.zero_()
         self._carried = self.initial_hidden(self.spec.num_envs)
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
+        self._statistics = self.agent.observations.of_slots(self.spec.num_slots)
         self._episode, self._hosts = episode, hosts.to(self.device)
         self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
         self._decision: tuple[int, PolicyOutput] | None = None  # of this step, until it is stored
@@ -262,7 +262,7 @@ class SimicClient(_WithReward):
             uniforms=self._uniforms_TNh[obs.t - 1],
             hidden=self._carried,
             reset=self._reset_N,
-            statistics=self.agent.observations.frozen,
+            statistics=self._statistics,
         )
         decision = self._decide(inputs, deterministic)
         self._carried = decision.act.hidden
@@ -355,22 +355,31 @@ class SimicClient(_WithReward):
         agent = self.agent
         counters = (self.updates, agent.schedule_position, agent.barren_updates)
         state = {
-            **with_prefix("network", {k: v.detach().clone() for k, v in agent.network.state_dict().items()}),
+            **self.policy(),
             **with_prefix("optimizer", tensors_by_name(agent.optimizer)),
-            **with_prefix("observations", agent.observations.state_dict()),
             **with_prefix("returns", agent.returns.state_dict()),
             "counters": torch.tensor(counters),
         }
         return {**state, **self._episode_state()} if self._buffer.num_steps else state
+
+    def policy(self) -> StateTree:
+        """What decides: the weights of the network and the statistics of the observations, for hosts of any menu."""
+        weights = {name: x.detach().clone() for name, x in self.agent.network.state_dict().items()}
+        return with_prefix("network", weights) | with_prefix("observations", self.agent.observations.state_dict())
+
+    def load_policy(self, state: StateTree) -> None:
+        """Restore what `policy` gave; raises CheckpointError where names or shapes differ."""
+        check_same_shapes(state, self.policy(), "policy")
+        self.agent.network.load_state_dict(below("network", state))
+        self.agent.observations.load_state_dict(below("observations", state))
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         rollout = below("rollout", state)
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("rollout.")}
         check_same_shapes(state, {**own, **self._episode_state()} if rollout else own, "policy")
-        self.agent.network.load_state_dict(below("network", state))
+        self.load_policy({name: x for name, x in state.items() if name.startswith(("network.", "observations."))})
         self.agent.optimizer = restored(self.agent.optimizer, below("optimizer", state), "optimizer")
-        self.agent.observations.load_state_dict(below("observations", state))
         self.agent.returns.load_state_dict(below("returns", state))
         self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()
         if rollout:
@@ -395,7 +404,8 @@ class SimicClient(_WithReward):
 def compute_batched_bootstrap(agent: PPOAgent, obs: Observation, hidden: Hidden) -> Float[Tensor, " N"]:
     """Value of `obs` for all hosts; `hidden` is not modified."""
     raw, blueprint_index = observe(obs)
-    return agent.network.step(agent.observations.normalize(raw), blueprint_index, hidden).value
+    features = normalized(raw, agent.observations.of_slots(obs.num_slots))
+    return agent.network.step(features, blueprint_index, hidden).value
 
 
 def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps: int) -> Float[Tensor, "T N 8"]:
@@ -416,13 +426,19 @@ def _terminal_column(reward: RewardProtocol[Any]) -> int:
 
 
 def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:
-    """Raise ConfigError unless the network fits the engine's heads and the configured sizes."""
-    found = (*network.head_sizes, network.feature_width, network.hidden_width, network.num_layers)
-    wanted = (*spec.head_sizes, config.feature_width, config.hidden_width, config.num_layers)
+    """Raise ConfigError unless the network fits the engine's slots and blueprints, and the configured sizes."""
+    found = (
+        network.num_slots,
+        network.num_blueprints,
+        network.feature_width,
+        network.hidden_width,
+        network.num_layers,
+    )
+    wanted = (spec.num_slots, spec.num_blueprints, config.feature_width, config.hidden_width, config.num_layers)
     if found != wanted:
         raise ConfigError(
-            f"the network has head sizes, feature width, hidden width and layers {found}, but engine and ppo ask for "
-            f"{wanted}; build the network from the spec of the engine and the configuration of the run."
+            f"the network has slots, blueprints, feature width, hidden width and layers {found}, but engine and ppo "
+            f"ask for {wanted}; build the network from the spec of the engine and the configuration of the run."
         )
 
 

@@ -1,7 +1,6 @@
 """Eight masked heads as one joint distribution: sample, log-probability, entropy, by the same code everywhere.
 
-    op  ->  slot given op  ->  style given op and slot
-     `--->  blueprint, tempo, alpha_target, alpha_speed, alpha_curve given op
+    op  ->  slot given op  ->  blueprint, style, tempo, alpha_target, alpha_speed, alpha_curve given op and slot
 
 A head that the op does not read has one allowed value, the canonical one; its log-probability, entropy and gradient are
 exactly zero.
@@ -150,7 +149,8 @@ MIN_RELATIVE = -80.0
 _FAR_BELOW = 3e38
 """Added to the logits of masked values, so that none is the largest."""
 Logits = tuple[Float[Tensor, "*R _"], ...]
-"""One tensor per head, in the order of `HEADS`."""
+"""Of each head, in the order of `HEADS`: [*R, S] of the slot, [*R, 6] of the operation, and [*R, S, size] of the other
+heads, whose values are chosen given the slot; slot 0 for WAIT, which reads none."""
 
 
 @tensor_dataclass
@@ -196,9 +196,9 @@ def sample_heads(
     `selectable`: blueprints a controller may choose. `uniforms`: one number in [0, 1) per head. `deterministic` takes
     the most probable value of each head instead, the lowest index among equals.
     """
-    tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
+    tables, columns = tables_of(legal, selectable), _columns_of(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
-    decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
+    decision, rows = _decide(columns, *state, _numbers(uniforms, deterministic), tables)
     layout = layout_of(tables.sizes, legal.device)
     log_prob, _ = _log_prob(rows, decision, layout)
     left_out = layout.member @ (state[0].index_select(1, decision.actions[Head.OP]) - decision.mask)
@@ -224,13 +224,14 @@ def evaluate_heads(
 
     The log-probability of a stored action outside its mask is NaN.
     """
-    tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
+    tables, given = tables_of(legal, selectable), _columns_of(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
     layout = layout_of(tables.sizes, legal.device)
     if actions is None:
-        decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
+        decision, rows = _decide(given, *state, _numbers(uniforms, deterministic), tables)
     else:
         columns = _columns(actions)
+        rows = given.at(columns[Head.SLOT])
         mask = masks_of(*state, columns, tables)
         decision = _Choice(actions=columns, mask=mask, relative=_relative(rows, mask, layout))
     available = available_masks(*state, tables)
@@ -267,7 +268,7 @@ def check_stored_actions(
 
 def check_logits(logits: Logits) -> Bool[Tensor, ""]:
     """Whether every logit is finite; 0-dim, no device read."""
-    return torch.cat(logits, dim=-1).isfinite().all()
+    return torch.stack([head.isfinite().all() for head in logits]).all()
 
 
 @tensor_dataclass
@@ -311,11 +312,28 @@ class _Choice:
     relative: _Relative
 
 
-def _rows(logits: Logits, legal: Tensor, selectable: Tensor) -> Float[Tensor, "V R"]:
-    """The logits of all heads, float32."""
+@tensor_dataclass
+class _Given:
+    """The logits, float32: of the slots and of the operations, and of the other heads for each slot."""
+
+    slot: Float[Tensor, "S R"]
+    op: Float[Tensor, "6 R"]
+    others: Float[Tensor, "R S W"]
+
+    def at(self, slot: Int[Tensor, " R"]) -> Float[Tensor, "V R"]:
+        """The logits of all heads, given the slot."""
+        inside = slot.clamp(0, self.others.shape[1] - 1)  # a stored action outside its mask gives NaN later
+        of_slot = self.others[_counting(len(slot), slot.device), inside]
+        return torch.cat((self.slot, of_slot.t(), self.op))
+
+
+def _columns_of(logits: Logits, legal: Tensor, selectable: Tensor) -> _Given:
+    """The logits in the layout in which they are summed."""
     sizes = head_sizes(legal.shape[-1], selectable.shape[0])
     assert tuple(head.shape[-1] for head in logits) == sizes, "the network was built for other heads"
-    return torch.cat(logits, dim=-1).to(torch.float32).flatten(0, -2).t().contiguous()
+    slot, *others, op = logits
+    slot, op = (head.to(torch.float32).flatten(0, -2).t().contiguous() for head in (slot, op))
+    return _Given(slot=slot, op=op, others=torch.cat(others, dim=-1).to(torch.float32).flatten(0, -3))
 
 
 def _columns(per_row: Tensor) -> Tensor:
@@ -338,28 +356,31 @@ def _numbers(uniforms: Tensor | None, deterministic: bool) -> Tensor | None:
 
 
 def _decide(
-    rows: Tensor, choices: Tensor, legal: Tensor, has_gate: Tensor, u_8R: Tensor | None, tables: HeadTables
-) -> _Choice:
-    """Op, then slot given op, then the other heads."""
-    exact = rows.detach().to(torch.float64).nan_to_num_(nan=0.0)  # broken logits still give a legal action
+    given: _Given, choices: Tensor, legal: Tensor, has_gate: Tensor, u_8R: Tensor | None, tables: HeadTables
+) -> tuple[_Choice, Float[Tensor, "V R"]]:
+    """Op, then slot given op, then the other heads; and the logits of all heads given the slot."""
 
-    def draw(head: Head, mask: Tensor) -> Tensor:
-        return _draw(exact[tables.values[head]], mask, None if u_8R is None else u_8R[head])
+    def exact(logits: Tensor) -> Tensor:  # broken logits still give a legal action
+        return logits.detach().to(torch.float64).nan_to_num_(nan=0.0)
+
+    def draw(logits: Tensor, head: Head, mask: Tensor) -> Tensor:
+        return _draw(exact(logits), mask, None if u_8R is None else u_8R[head])
 
     op_mask = legal_somewhere(legal)
-    op = draw(Head.OP, op_mask)
+    op = draw(given.op, Head.OP, op_mask)
     mask = mask_given_op(choices, legal, op_mask, op, tables)
-    slot = draw(Head.SLOT, mask[tables.values[Head.SLOT]])
-    mask = mask_given_slot(mask, has_gate, op, slot, tables)
+    slot = draw(given.slot, Head.SLOT, mask[tables.values[Head.SLOT]])
+    mask, rows = mask_given_slot(mask, has_gate, op, slot, tables), given.at(slot)
     between = slice(tables.values[Head.SLOT].stop, tables.values[Head.OP].start)  # the first and the last head
     layout = layout_of(tables.sizes[Head.BLUEPRINT : Head.OP], mask.device)
     others = _draw(
-        layout.as_columns(exact[between]),
+        layout.as_columns(exact(rows[between])),
         layout.as_columns(mask[between]) * layout.real,
         None if u_8R is None else u_8R[Head.BLUEPRINT : Head.OP],
     )
     actions = torch.cat((slot[None], others, op[None]))
-    return _Choice(actions=actions, mask=mask, relative=_relative(rows, mask, layout_of(tables.sizes, mask.device)))
+    relative = _relative(rows, mask, layout_of(tables.sizes, mask.device))
+    return _Choice(actions=actions, mask=mask, relative=relative), rows
 
 
 def _draw(logits: Float[Tensor, "W *H_R"], mask: Float[Tensor, "W *H_R"], u: Tensor | None) -> Int[Tensor, "*H_R"]:

@@ -1,23 +1,31 @@
 """The recurrent policy network: features to the logits of eight heads and a value.
 
-    features, blueprint embeddings --> Linear, LayerNorm, ReLU (--> Linear if the widths differ)
+    host block ---------------------+
+    slot block, seed, place --> +  Linear, LayerNorm, ReLU (--> Linear if the widths differ)           of every slot
                                             |
-                        per layer:  x + LayerNorm(LSTM(x))          the only recurrent part
+                        per layer:  x + LayerNorm(LSTM(x, mean of x over slots))    the only recurrent part
                                             |
-    trunk: one Linear holding the first layer of all nine outputs
-         |- slot, style, tempo, alpha_target, alpha_speed, alpha_curve, op    ReLU, Linear
-         |- blueprint                                                         ReLU, Linear, ReLU, Linear
-         `- value V(s)                                                        (LayerNorm, ReLU, Linear) ...
+           x of every slot -----------------+----------------- mean and maximum of x over slots
+                |                           |                              |
+        ReLU(Linear + Linear) <-------------+                      ReLU(Linear)   value V(s)
+                |                                                          |
+        slot, style, tempo, alpha_target, alpha_speed, alpha_curve        op
+        blueprint: product with the description of each seed
+
+Every slot goes through the same weights, and a blueprint is known by its description (`Menu`), so that one network
+serves hosts with any number of slots and any set of blueprints: permuted slots give permuted logits (Zaheer et al.,
+"Deep Sets", 2017), and slots and blueprints are pointed at (Vinyals et al., "Pointer Networks", 2015).
 
 `step` computes one step of N hosts, `unroll` sequences [N, T] with gradient; in `unroll` everything but the recurrence
 runs over all N * T rows at once.
 
-Shape legend: N = hosts, T = steps, R = any leading axes, D = features, S = slots, F = feature width, H = recurrent
-width, L = recurrent layers, G = 4H (gates i, f, g, o).
+Shape legend: N = hosts, T = steps, R = any leading axes, D = features, S = slots, B = blueprints, C = columns of a
+description, F = feature width, H = recurrent width of a slot, L = recurrent layers, G = 4H (gates i, f, g, o).
 """
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -26,11 +34,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import Head, LifecycleOp
-from esper.leyline.messages import Hidden
+from esper.leyline.lifecycle import HEADS, Head, LifecycleOp
+from esper.leyline.messages import Hidden, Menu
 from esper.leyline.random import Stream, local_generator
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.tamiyo.features import feature_dim
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES
+from esper.tamiyo.heads import Logits
 
 
 def lstm_cell(
@@ -123,8 +132,6 @@ def _factors(gates: Tensor, c_before: Tensor, tanh_c_all: Tensor, keep: Tensor) 
     return o * (1.0 - tanh_c_all * tanh_c_all), of_gates, tanh_c_all * o * (1.0 - o), f * keep
 
 
-EMBEDDING_WIDTH = 4
-EMBEDDING_STD = 0.02
 GAIN = math.sqrt(2.0)
 HEAD_OUTPUT_GAIN = 0.01
 VALUE_OUTPUT_GAIN = 0.1
@@ -139,31 +146,34 @@ INITIAL_OP_LOGITS = {
 seed that is ready is seldom committed, so that a policy that starts so learns to wait."""
 WIDTH_MULTIPLE = 8
 """The value head ends at an eighth of the recurrent width."""
+OF_SLOT = tuple(head for head in Head if head not in (Head.SLOT, Head.BLUEPRINT, Head.OP))
+"""Heads with a fixed number of values, whose logits are given for each slot."""
 
 
 @tensor_dataclass
 class NetworkOutput:
-    """Logits of each head `[N, size]` in the order of `HEADS`, value, next recurrent state."""
+    """Logits of each head for N hosts, value, next recurrent state."""
 
-    logits: tuple[Float[Tensor, "N _"], ...]
+    logits: Logits
     value: Float[Tensor, " N"]
     hidden: Hidden
 
 
 @final
 class RecurrentLayer(nn.Module):
-    """Parameters of one LSTM layer, see `lstm_cell`."""
+    """Parameters of one LSTM layer, see `lstm_cell`; a slot is told the mean of all."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.input_weight = nn.Parameter(torch.zeros(4 * width, width))
+        self.others_weight = nn.Parameter(torch.zeros(4 * width, width))
         self.recurrent_weight = nn.Parameter(torch.zeros(4 * width, width))
         self.bias = nn.Parameter(torch.zeros(4 * width))
         self.norm = nn.LayerNorm(width)
 
-    def input_gates(self, x: Float[Tensor, "*R H"]) -> Float[Tensor, "*R G"]:
-        """`W_x x + b`."""
-        return F.linear(x, self.input_weight, self.bias)
+    def input_gates(self, x: Float[Tensor, "*R S H"]) -> Float[Tensor, "*R S G"]:
+        """`W_x x + W_o mean(x) + b`."""
+        return F.linear(x, self.input_weight, self.bias) + F.linear(x.mean(dim=-2, keepdim=True), self.others_weight)
 
 
 @final
@@ -171,51 +181,62 @@ class TamiyoNetwork(nn.Module):
     """The policy network; all weights are zero until `initialize`.
 
     Args:
-        num_slots: S.
-        head_sizes: values of each head, in the order of `HEADS`; the blueprint head also sizes the embedding.
+        menu: slots and blueprints of the hosts; only its numbers of columns decide the shape of the weights.
         feature_width: width of the feature net.
-        hidden_width: width of the recurrent state and of the heads' input; a multiple of 8.
+        hidden_width: width of the recurrent state of a slot and of the heads' input; a multiple of 8.
         num_layers: recurrent layers.
 
     Raises:
         ConfigError: an invalid size.
     """
 
-    def __init__(
-        self,
-        *,
-        num_slots: int,
-        head_sizes: Sequence[int],
-        feature_width: int = 128,
-        hidden_width: int = 128,
-        num_layers: int = 1,
-    ) -> None:
+    def __init__(self, menu: Menu, *, feature_width: int = 128, hidden_width: int = 128, num_layers: int = 1) -> None:
         super().__init__()
         _require_sizes(feature_width, hidden_width, num_layers)
         self.feature_width, self.hidden_width, self.num_layers = feature_width, hidden_width, num_layers
-        self.head_sizes = tuple(head_sizes)
         width, half = hidden_width, hidden_width // 2
-        inputs = feature_dim(num_slots) + EMBEDDING_WIDTH * num_slots
-        # The last row is that of -1, an empty slot.
-        self.embedding = nn.Parameter(torch.zeros(self.head_sizes[Head.BLUEPRINT] + 1, EMBEDDING_WIDTH))
-        self.feature_net = nn.Sequential(_linear(inputs, feature_width), nn.LayerNorm(feature_width), nn.ReLU())
+        place, seed = menu.places.shape[-1], menu.seeds.shape[-1]
+        self.host_net = _linear(len(HOST_FEATURES), feature_width)
+        self.slot_net = _linear(len(SLOT_FEATURES) + place + seed, feature_width)
+        self.norm = nn.LayerNorm(feature_width)
         self.projection = _linear(feature_width, width) if feature_width != width else nn.Identity()
         self.core = nn.ModuleList(RecurrentLayer(width) for _ in range(num_layers))
-        self._trunk_sizes = [*(width if head == Head.BLUEPRINT else half for head in Head), half]
-        self.trunk = _linear(width, sum(self._trunk_sizes))
+        self.trunk_slot, self.trunk_others = _linear(width, width), _linear(2 * width, width)
+        self.trunk_op = _linear(2 * width, half)
+        self.head_op = _linear(half, HEADS[Head.OP].size)
+        self.head_slot = _linear(width, 1)
+        self.head_values = _linear(width, sum(HEADS[head].size for head in OF_SLOT))
         self.head_blueprint = _linear(width, half)
-        self.head_outputs = nn.ModuleList(_linear(half, size) for size in self.head_sizes)
+        self.seed_net = nn.Sequential(_linear(seed, half), nn.ReLU(), _linear(half, half))
         self.value_net = nn.Sequential(
-            nn.LayerNorm(half), nn.ReLU(), _linear(half, width // 4),
+            _linear(2 * width, half), nn.LayerNorm(half), nn.ReLU(), _linear(half, width // 4),
             nn.LayerNorm(width // 4), nn.ReLU(), _linear(width // 4, width // 8),
             nn.ReLU(), _linear(width // 8, 1),
         )  # fmt: skip
         self.inverse_temperature: Tensor
         self.register_buffer("inverse_temperature", torch.ones(()))  # of every head; the larger, the more certain
+        self._see(menu)
+
+    def _see(self, menu: Menu) -> None:
+        self.num_slots, self.num_blueprints = menu.seeds.shape[:2]
+        self._places = menu.places
+        self._seeds = menu.seeds
+        self._held = F.pad(menu.seeds, (0, 0, 0, 1))  # the last row is that of -1, an empty slot
+
+    def sharing(self, menu: Menu) -> "TamiyoNetwork":
+        """This network for the hosts of another menu: the same weights, not copies of them."""
+        other = copy.copy(self)
+        other._see(menu)
+        return other
+
+    @property
+    def state_width(self) -> int:
+        """Width of the recurrent state of a host, all its slots: S H."""
+        return self.num_slots * self.hidden_width
 
     def initial_hidden(self, n: int, device: torch.device) -> Hidden:
-        """Zeros, each [L, n, H]."""
-        shape = (self.num_layers, n, self.hidden_width)
+        """Zeros, each [L, n, S H]."""
+        shape = (self.num_layers, n, self.state_width)
         return Hidden(h=torch.zeros(shape, device=device), c=torch.zeros(shape, device=device))
 
     def step(
@@ -225,10 +246,11 @@ class TamiyoNetwork(nn.Module):
         x = self._encode(features, blueprint_index)
         states = []
         for layer, h, c in zip(self._layers(), hidden.h.unbind(0), hidden.c.unbind(0), strict=True):
-            states.append(lstm_cell(layer.input_gates(x), h, c, layer.recurrent_weight))
-            x = x + layer.norm(states[-1][0])
+            gates = layer.input_gates(x).flatten(0, 1)
+            states.append(lstm_cell(gates, self._of_slots(h), self._of_slots(c), layer.recurrent_weight))
+            x = x + layer.norm(states[-1][0]).view_as(x)
         logits, value = self._decode(x)
-        h_L, c_L = zip(*states, strict=True)
+        h_L, c_L = ([of.unflatten(0, x.shape[:2]).flatten(1) for of in each] for each in zip(*states, strict=True))
         return NetworkOutput(logits=logits, value=value, hidden=Hidden(h=torch.stack(h_L), c=torch.stack(c_L)))
 
     def unroll(
@@ -237,38 +259,49 @@ class TamiyoNetwork(nn.Module):
         blueprint_index: Int[Tensor, "N T S"],
         hidden0: Hidden,
         reset: Bool[Tensor, "N T"],
-    ) -> tuple[tuple[Float[Tensor, "N T _"], ...], Float[Tensor, "N T"]]:
+    ) -> tuple[Logits, Float[Tensor, "N T"]]:
         """Logits and values of whole sequences; the state of hosts with `reset[n, t]` is zeroed before step t."""
         x = self._encode(features, blueprint_index)
+        hosts, slots = x.shape[0], self.num_slots
+        reset_of_slots = reset.repeat_interleave(slots, dim=0)
         for layer, h0, c0 in zip(self._layers(), hidden0.h.unbind(0), hidden0.c.unbind(0), strict=True):
-            h = lstm_sequence(layer.input_gates(x), h0, c0, reset, layer.recurrent_weight)
-            x = x + layer.norm(h)
+            gates = layer.input_gates(x).transpose(1, 2).flatten(0, 1)
+            h = lstm_sequence(gates, self._of_slots(h0), self._of_slots(c0), reset_of_slots, layer.recurrent_weight)
+            x = x + layer.norm(h).unflatten(0, (hosts, slots)).transpose(1, 2)
         return self._decode(x)
 
-    def trunk_slices(self) -> tuple[slice, ...]:
-        """Rows of `trunk` that belong to each head in the order of `HEADS`, and last those of the value."""
-        ends = torch.tensor(self._trunk_sizes).cumsum(0).tolist()
-        return tuple(slice(end - size, end) for end, size in zip(ends, self._trunk_sizes, strict=True))
+    def _of_slots(self, state: Float[Tensor, "N _"]) -> Float[Tensor, "N_S H"]:
+        """The recurrent state with a row for each slot."""
+        rows: Tensor = state.unflatten(-1, (self.num_slots, -1)).flatten(0, 1)
+        return rows
 
     def _layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.core if isinstance(layer, RecurrentLayer)]
 
-    def _encode(self, features: Tensor, blueprint_index: Tensor) -> Float[Tensor, "*R H"]:
-        """Feature net and projection; IndexError for a blueprint outside -1 .. B - 1."""
-        # shifted by one, so that -1 is row 0 and the look-up checks the range
-        rows = F.embedding(blueprint_index + 1, self.embedding.roll(1, dims=0))
-        x: Tensor = self.projection(self.feature_net(torch.cat((features, rows.flatten(-2)), dim=-1)))
+    def _encode(self, features: Tensor, blueprint_index: Tensor) -> Float[Tensor, "*R S H"]:
+        """What is known of each slot; IndexError for a blueprint above B - 1."""
+        host, slots = features.split((len(HOST_FEATURES), self.num_slots * len(SLOT_FEATURES)), dim=-1)
+        held = self._held[torch.arange(self.num_slots, device=features.device), blueprint_index]
+        own = slots.unflatten(-1, (self.num_slots, -1)) * (blueprint_index >= 0).to(features.dtype)[..., None]
+        places = self._places.expand(*own.shape[:-1], -1)
+        known = torch.cat((own, held, places), dim=-1)
+        x: Tensor = self.projection(self.norm(self.slot_net(known) + self.host_net(host)[..., None, :]).relu())
         return x
 
-    def _decode(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _decode(self, x: Float[Tensor, "*R S H"]) -> tuple[Logits, Tensor]:
         """Logits of each head, and the value."""
-        *head_sizes, value_size = self._trunk_sizes
-        heads, value_input = self.trunk(x).split((sum(head_sizes), value_size), dim=-1)
-        hidden = list(heads.relu().split(head_sizes, dim=-1))
-        hidden[Head.BLUEPRINT] = self.head_blueprint(hidden[Head.BLUEPRINT]).relu()
-        outputs = zip(self.head_outputs, hidden, strict=True)
-        logits = tuple(self.inverse_temperature * output(h) for output, h in outputs)
-        return logits, self.value_net(value_input).squeeze(-1)
+        of_all = torch.cat((x.mean(dim=-2), x.amax(dim=-2)), dim=-1)
+        op = self.head_op(self.trunk_op(of_all).relu())
+        y = (self.trunk_slot(x) + self.trunk_others(of_all)[..., None, :]).relu()
+        values = self.head_values(y).split([HEADS[head].size for head in OF_SLOT], dim=-1)
+        pointer = self.head_blueprint(y)[..., None, :] * self.seed_net(self._seeds)
+        found = dict(zip(OF_SLOT, values, strict=True)) | {
+            Head.SLOT: self.head_slot(y).squeeze(-1),
+            Head.BLUEPRINT: pointer.sum(dim=-1) / math.sqrt(pointer.shape[-1]),
+            Head.OP: op,
+        }
+        logits = tuple(self.inverse_temperature * found[head] for head in Head)
+        return logits, self.value_net(of_all).squeeze(-1)
 
 
 def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> None:
@@ -312,20 +345,18 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
     def orthogonal(weight: Tensor, gain: float) -> None:
         _fill(weight, lambda fresh: nn.init.orthogonal_(fresh, gain, generator=generator))
 
-    _fill(network.embedding, lambda fresh: nn.init.normal_(fresh, std=EMBEDDING_STD, generator=generator))
-    small_gains = dict.fromkeys(network.head_outputs, HEAD_OUTPUT_GAIN) | {network.value_net[-1]: VALUE_OUTPUT_GAIN}
+    outputs = (network.head_op, network.head_slot, network.head_values, network.head_blueprint)
+    small_gains = dict.fromkeys(outputs, HEAD_OUTPUT_GAIN) | {network.value_net[-1]: VALUE_OUTPUT_GAIN}
     for module in network.modules():
         if isinstance(module, RecurrentLayer):
-            for gate in (*module.input_weight.chunk(4), *module.recurrent_weight.chunk(4)):
+            weights = (module.input_weight, module.others_weight, module.recurrent_weight)
+            for gate in (gate for weight in weights for gate in weight.chunk(4)):
                 orthogonal(gate, gain=1.0)
             module.bias.chunk(4)[1].fill_(FORGET_BIAS)
         elif isinstance(module, nn.Linear):
-            blocks = network.trunk_slices() if module is network.trunk else (slice(None),)
-            for rows in blocks:
-                orthogonal(module.weight[rows], small_gains.get(module, GAIN))
-    op_bias = network.get_parameter(f"head_outputs.{int(Head.OP)}.bias")
+            orthogonal(module.weight, small_gains.get(module, GAIN))
     for op, logit in INITIAL_OP_LOGITS.items():
-        op_bias[op] = logit
+        network.head_op.bias[op] = logit
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

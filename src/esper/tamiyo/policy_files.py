@@ -55,7 +55,8 @@ from esper.tamiyo.schedules import (
 from esper.tamiyo.scripted import Script, canonical_action
 
 FORMAT = "esper policy 1"
-SUFFIX = ".json"
+SUFFIX, LEARNED_SUFFIX = ".json", ".safetensors"
+"""Of the files described above, and of those of learned policies, which `runs.assembly.clients` reads."""
 Policy = Schedule | ThresholdRule | HeuristicRules
 _VALUES: dict[Head, tuple[str, ...]] = {
     Head.STYLE: tuple(style.name for style in Style),
@@ -64,6 +65,11 @@ _VALUES: dict[Head, tuple[str, ...]] = {
     Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
     Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
 }
+
+
+def is_policy_file(name: str) -> bool:
+    """Whether a controller is named by its file."""
+    return name.endswith((SUFFIX, LEARNED_SUFFIX))
 
 
 def script_of(policy: Policy, spec: EngineSpec) -> Script[Any]:

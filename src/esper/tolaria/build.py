@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.description import menu_of
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers
@@ -73,6 +74,12 @@ def build_engine(
         auto_gates=(rules.auto_g1, rules.auto_g2, rules.auto_g3),
         host_offset=config.host_offset,
         device=device,
+        menu=menu_of(
+            executor.costs,
+            executor.host_params,
+            episode_length=config.episode_length,
+            min_training_epochs=rules.min_training_epochs,
+        ),
     )
     return VectorizedEngine(config, executor, spec, on_step=on_step, properties=_properties(config, task))
 

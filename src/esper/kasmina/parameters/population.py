@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.description import KINDS, kinds_of
 from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
@@ -471,13 +472,19 @@ class Population:
         num = registry.num_blueprints()
         params = torch.zeros(self.num_slots, num, dtype=torch.int64)
         selectable = torch.zeros(num, dtype=torch.bool)
+        kinds = torch.zeros(self.num_slots, num, len(KINDS))
         for index in dict.fromkeys(index for _, index in self.seed_kinds):
             selectable[index] = True
             for s, point in enumerate(self.points):
-                params[s, index] = self.seed_kinds[point.channels, index].template.parameters.num_params
+                kind = self.seed_kinds[point.channels, index]
+                params[s, index] = kind.template.parameters.num_params
+                kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
         gates = torch.tensor([num_gate_params(point.channels) for point in self.points])
         return SeedCosts(
-            seed_params=params.to(self.device), gate_params=gates.to(self.device), selectable=selectable.to(self.device)
+            seed_params=params.to(self.device),
+            gate_params=gates.to(self.device),
+            selectable=selectable.to(self.device),
+            kinds=kinds.to(self.device),
         )
 
     def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int, *, trains: bool = True) -> Draws:

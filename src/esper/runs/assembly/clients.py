@@ -1,13 +1,18 @@
 """The controllers of a run with its reward: the learner, a baseline, a policy file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.tensor_dataclass import StateTree
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.training.checkpoint import read_state, write_state
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
@@ -15,7 +20,7 @@ from esper.simic.rewards.modes import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
-from esper.tamiyo.policy_files import read_policy, script_of
+from esper.tamiyo.policy_files import LEARNED_SUFFIX, read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tolaria.runtime import host_read
 
@@ -67,11 +72,19 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
     return wrap
 
 
+LEARNED_FORMAT = "esper learned policy 1"
+PRETRAINED = "pretrained"
+POLICIES = Path(__file__).parents[2] / "policies"
+"""Policies that come with esper."""
+
+
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
-    """A newly initialized policy with its reward and optimizer."""
+    """A policy with its reward and optimizer: newly initialized, or that of the file that the run starts from."""
+    assert spec.menu is not None, "a learner needs the menu of its engine"
+    if config.policy:
+        return learned_client(read_learned(learned_path(config.policy)), config, spec)
     network = TamiyoNetwork(
-        num_slots=spec.num_slots,
-        head_sizes=spec.head_sizes,
+        spec.menu,
         feature_width=config.ppo.feature_width,
         hidden_width=config.ppo.hidden_width,
         num_layers=config.ppo.num_layers,
@@ -89,12 +102,66 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     )
 
 
+def learned_client(policy: StateTree, config: RunConfig, spec: EngineSpec) -> SimicClient:
+    """A learned policy (`SimicClient.policy`) for the hosts of any engine, with the reward of the run.
+
+    Raises:
+        CheckpointError: it has other parts than a policy of this version.
+    """
+    client = learner_of(replace(config, policy="", ppo=_with_sizes_of(policy, config.ppo)), spec)
+    client.load_policy(policy)
+    return client
+
+
+def with_sizes_of_policy(config: RunConfig) -> RunConfig:
+    """The configuration with the sizes of the policy that it starts from, if any; may raise CheckpointError."""
+    if not config.policy:
+        return config
+    return replace(config, ppo=_with_sizes_of(read_learned(learned_path(config.policy)), config.ppo))
+
+
+def _with_sizes_of(policy: StateTree, ppo: PPOConfig) -> PPOConfig:
+    gates = [x for name, x in policy.items() if name.endswith(".recurrent_weight")]
+    norm = policy.get("network.norm.weight")
+    if not gates or norm is None:
+        raise CheckpointError(f"there is no policy among {sorted(policy)[:3]}; name a run or a policy file of esper.")
+    return replace(ppo, feature_width=len(norm), hidden_width=gates[0].shape[1], num_layers=len(gates))
+
+
+def learned_path(name: str) -> Path:
+    """The file of a learned policy: a path, or the name of one that comes with esper."""
+    own = POLICIES / f"{name}{LEARNED_SUFFIX}"
+    return own if name == PRETRAINED else Path(name)
+
+
+def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> None:
+    """Write a learned policy as a whole, and how it was made; raises CheckpointError if that is impossible."""
+    write_state(path, {"format": LEARNED_FORMAT, "card": dict(card)}, policy)
+
+
+def read_learned(path: Path) -> StateTree:
+    """The policy of a file; raises CheckpointError if it is damaged, or something else."""
+    about, policy = read_state(path)
+    if about.get("format") != LEARNED_FORMAT:
+        raise CheckpointError(
+            f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
+            f"{LEARNED_FORMAT!r}); use a file that esper train wrote for several tasks, or train one."
+        )
+    return policy
+
+
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     """A baseline controller with the reward of the run."""
     return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
 
 
 def policy_file_client(path: Path, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
-    """The controller of a policy file (`tamiyo.policy_files`) with the reward of the run; may raise ConfigError."""
+    """The controller of a policy file, learned or scripted (`tamiyo.policy_files`), with the reward of the run.
+
+    Raises:
+        ConfigError, CheckpointError: the file cannot be used.
+    """
+    if path.suffix == LEARNED_SUFFIX:
+        return learned_client(read_learned(path), replace(config, compile="off"), spec)
     script = script_of(read_policy(path, spec), spec)
     return ScriptedClient(ScriptedPolicy(script, spec), reward_of(config, spec))

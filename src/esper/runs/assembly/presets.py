@@ -20,6 +20,7 @@ from esper.runs.assembly.run_config import RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
+from esper.tamiyo.policy_files import is_policy_file
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.run_directory import CONFIG, is_run, require_run
@@ -173,6 +174,8 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     changed: Values = {}
     if isinstance(values.get("data_dir"), str) and values["data_dir"]:
         changed["data_dir"] = absolute(folder / Path(values["data_dir"]).expanduser())
+    if isinstance(policy := values.get("policy"), str) and is_policy_file(policy):
+        changed["policy"] = absolute(folder / Path(policy).expanduser())
     if isinstance(task := values.get("task"), str) and names_task(task):
         changed["task"] = absolute(folder / Path(task).expanduser())
     if "plugins" in values:

@@ -90,6 +90,9 @@ class RunConfig:
     architecture: tuple[str, ...] = ()
     """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
     no controller is trained."""
+    policy: str = ""
+    """File of a learned policy that training starts from, or "pretrained" for the one that comes with esper; its sizes
+    replace those of `ppo`."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
@@ -227,7 +230,6 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
         "episode_length": config.episode_length,
         "reward": config.reward_name,
         "blueprints": spec.blueprint_names,
-        "head_sizes": spec.head_sizes,
         "feature_width": config.ppo.feature_width,
         "hidden_width": config.ppo.hidden_width,
         "num_layers": config.ppo.num_layers,

@@ -50,7 +50,7 @@ from esper.runs.evaluation.results import (
     verdict,
 )
 from esper.runs.evaluation.tables import counted, plain_table, short, text
-from esper.tamiyo.policy_files import SUFFIX
+from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
 from esper.tolaria.memory import available_bytes
@@ -220,9 +220,9 @@ def named(controllers: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]
     if not controllers:
         raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(names)}.")
     unique = list(dict.fromkeys(controllers))
-    baselines = [name for name in unique if name in names or name.endswith(SUFFIX)]
+    baselines = [name for name in unique if name in names or is_policy_file(name)]
     runs = [name for name in unique if name not in baselines]
-    files = [Path(name).name for name in baselines if name.endswith(SUFFIX)]
+    files = [Path(name).name for name in baselines if is_policy_file(name)]
     if twice := sorted({name for name in files if files.count(name) > 1}):
         raise ConfigError(f"several policy files are named {twice[0]}, as their rows would be; rename one.")
     for name in runs:
@@ -237,7 +237,6 @@ def compare(
     baselines: Sequence[str],
     *,
     best: bool = False,
-    transfer: bool = False,
     seeds: Sequence[int] = (),
     num_envs: int = 16,
     flops: float | None = None,
@@ -252,7 +251,6 @@ def compare(
         baselines: their names, or policy files, or a file of plans for portfolio and halving; wait_only is always among
             them.
         best: use the checkpoint with the highest mean J of ten rounds.
-        transfer: whether the task is another one than that of the runs.
         seeds: of the hosts, one for each run, or any number without runs. None means the training seeds + 1,000,000.
         num_envs: hosts per controller and seed.
         flops: budget of each host, at which all are compared once more; None means no such comparison, and that races
@@ -273,7 +271,7 @@ def compare(
             f"{', '.join(races) or option('flops_per_host')} out."
         )
     own = [name for name in names if name not in RACES]
-    groups = _groups(configs, runs, seeds, best, transfer)
+    groups = _groups(configs, runs, seeds, best)
     store = OutcomeStore(out) if out is not None else None
     with PassProgress(console, len(groups) * (len(own) + bool(runs))) as progress:
         session = _Session(num_envs, groups, store, progress, console)
@@ -396,9 +394,7 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
                 )
 
 
-def _groups(
-    configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool, transfer: bool
-) -> list[Group]:
+def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool) -> list[Group]:
     """The groups of hosts; raises ConfigError where seeds do not fit the runs."""
     if runs and seeds and len(seeds) != len(runs):
         raise ConfigError(
@@ -412,7 +408,7 @@ def _groups(
         return [Group(config=configs[0], seed=seed) for seed in own]
     groups = []
     for config, run, seed in zip(configs, runs, own, strict=True):
-        found = known.trained(run, config, best=best, transfer=transfer)
+        found = known.trained(run, config, best=best)
         warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         groups.append(Group(config=config, seed=seed, run=run, trained=found))
     return groups

@@ -1,7 +1,7 @@
 """The controllers that a comparison knows, by name, and what decides their actions.
 
 baselines   `tamiyo.baselines`, registered policies, and best_schedule where it is known (on paper, or by a search)
-policies    files that end in .json
+policies    files, scripted (.json) or learned (.safetensors); `pretrained` is the learned one that comes with esper
 races       `races`: several structures on each host, of which validation keeps one; those of portfolio and halving
             were found by a search
 trained     the policy of a run; `untrained` is its network at initialization
@@ -29,27 +29,33 @@ from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below
-from esper.runs.assembly.clients import baseline_of, learner_of, policy_file_client, reward_of
-from esper.runs.assembly.run_config import RunConfig, run_shape
+from esper.runs.assembly.clients import (
+    PRETRAINED,
+    baseline_of,
+    learned_client,
+    learned_path,
+    learner_of,
+    policy_file_client,
+    reward_of,
+)
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation.results import COMMON, RACES, REFERENCE, SEARCHED, TRAINED
 from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.training.checkpoint import (
     BEST,
-    Checkpoint,
     checkpoints,
     load,
     load_newest,
-    require_same_shape,
     state_digest,
 )
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
-from esper.tamiyo.policy_files import SUFFIX
+from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
-from esper.tasks.registry import task_by_name, task_names
+from esper.tasks.registry import task_by_name
 from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing
 
 UNTRAINED = "untrained"
@@ -57,11 +63,6 @@ BEST_SCHEDULE = "best_schedule"
 BIG_HOST = "big_host"
 DERIVED = (STATIC, COMMON, BIG_HOST)
 """Baselines that need the outcome of another controller."""
-_FREE = ("num_envs", "data")
-"""Entries of `run_shape` that may differ between training and evaluation."""
-_OF_TASK = ("task", "seed", "slots", "episode_length", "reward", "head_sizes")
-"""Entries that do not matter to the network of a policy; `_require_fit` compares the sizes of its heads."""
-
 Maker = Callable[[EngineSpec], ClientProtocol]
 
 
@@ -97,7 +98,7 @@ class Trained:
 
 def names() -> tuple[str, ...]:
     """Every baseline that acts by itself: those of this package, and the policies that users registered."""
-    return (*policy_names(), BEST_SCHEDULE)
+    return (*policy_names(), BEST_SCHEDULE, PRETRAINED)
 
 
 def known_names() -> tuple[str, ...]:
@@ -139,8 +140,10 @@ def baseline(name: str, config: RunConfig) -> Controller:
         ConfigError: `best_schedule` for a task that has none, or a policy file that does not fit.
         RegistryError: an unknown name.
     """
-    if name.endswith(SUFFIX):
+    if is_policy_file(name):
         return _of_file(Path(name), config)
+    if name == PRETRAINED:
+        return replace(_of_file(learned_path(name), config), name=name)
     if name == UNTRAINED:
         return Controller(
             name=name, make=partial(learner_of, replace(config, compile="off")), identity={"ppo": plain(config.ppo)}
@@ -254,10 +257,10 @@ def _widened(config: RunConfig, target: float) -> HostSpec:
 # -- trained -----------------------------------------------------------------------------------------------------------
 
 
-def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool = False) -> Trained:
+def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
     """The controller of a run's newest intact (or best) checkpoint; raises CheckpointError if there is none.
 
-    With `transfer` the task may be another one, as long as the network of the policy fits.
+    The task of `config` may be another one than that of the run.
     """
     if config.architecture:
         raise CheckpointError(
@@ -273,44 +276,11 @@ def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool 
     checkpoint, _, warnings = (load(folder / BEST), [], []) if best else load_newest(folder)
     if checkpoint is None:
         raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
-    policy = {name: x for name, x in below("policy", checkpoint.state).items() if not name.startswith("rollout.")}
+    state = below("policy", checkpoint.state)
+    policy = {name: x for name, x in state.items() if name.startswith(("network.", "observations."))}
     controller = Controller(
         name=TRAINED,
-        make=partial(_trained_client, checkpoint, config, (*_FREE, *(_OF_TASK if transfer else ()))),
+        make=partial(learned_client, policy, replace(config, compile="off", policy="")),
         identity={"policy": state_digest(policy)},
     )
     return Trained(controller, f"after {checkpoint.header.place}", warnings, checkpoint.header.total)
-
-
-def _trained_client(checkpoint: Checkpoint, config: RunConfig, free: Sequence[str], spec: EngineSpec) -> ClientProtocol:
-    """The policy of a checkpoint with its statistics, without the rollout in progress."""
-    shape = checkpoint.header.shape
-    if "head_sizes" in free:
-        _require_fit(shape, config, spec)
-    own = run_shape(config, spec, {})
-    found, expected = ({name: x for name, x in of.items() if name not in free} for of in (shape, own))
-    require_same_shape(found, expected, checkpoint.path)
-    client = learner_of(replace(config, compile="off"), spec)
-    policy = below("policy", checkpoint.state)
-    client.load_state_dict({name: x for name, x in policy.items() if not name.startswith("rollout.")})
-    return client
-
-
-def _require_fit(shape: Mapping[str, Any], config: RunConfig, spec: EngineSpec) -> None:
-    """Refuse a policy of this `run_shape` that does not fit the hosts of another task: CheckpointError, ConfigError."""
-    own = task_by_name(shape["task"]).family if shape["task"] in task_names() else spec.family
-    if own != spec.family:
-        raise ConfigError(
-            f"the controller of task {shape['task']!r} grew {own.name} hosts, but task {config.task!r} has "
-            f"{spec.family.name} hosts, in which other blueprints fit; train one on this task."
-        )
-    if len(shape["slots"]) != spec.num_slots:
-        raise CheckpointError(
-            f"the controller was trained with {len(shape['slots'])} slots ({', '.join(shape['slots'])}), but task "
-            f"{config.task!r} has {spec.num_slots} ({', '.join(spec.slot_ids)}); choose a task with as many."
-        )
-    if shape["head_sizes"] != list(spec.head_sizes):
-        raise CheckpointError(
-            f"the controller was trained with {len(shape['blueprints'])} blueprints, but {spec.num_blueprints} are "
-            "registered here; name the plugins of its run, in their order."
-        )

@@ -19,6 +19,7 @@ from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
+from esper.runs.assembly.clients import with_sizes_of_policy
 from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation import tables
@@ -229,6 +230,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     """
     require_free(path)
     require_installed(config.sinks)
+    config = with_sizes_of_policy(config)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
         with RunDirectory.create(
@@ -264,7 +266,9 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         else:
             require_nothing_to_lose(path)
         best = best_host.read(directory.checkpoints)
-        parts = _assembled(config, console, start.rounds_done if start else 0)
+        # a checkpoint has all of the policy: the file that the run started from may be gone
+        begun = replace(config, policy="") if checkpoint else config
+        parts = _assembled(begun, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts, checkpoint)
         directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)

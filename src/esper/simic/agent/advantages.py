@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import copy_into, tensor_dataclass
+from esper.leyline.tensor_dataclass import below, copy_into, tensor_dataclass, with_prefix
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES
 
 CLIP = 10.0
 VARIANCE_EPS = 1e-4
@@ -82,10 +83,6 @@ class RunningMeanVar:
         self.started = torch.zeros((), dtype=torch.bool, device=device)
         self._freeze()
 
-    def normalize(self, rows: Float[Tensor, "*R_D"]) -> Float[Tensor, "*R_D"]:
-        """`clip((x - mean) / sqrt(var + 1e-4), +-10)`; before the first update `clip(x, +-10)`."""
-        return normalized(rows, self.frozen)
-
     def scale_with(self, batch: Moments) -> Float[Tensor, "*D"]:
         """Standard deviation to divide by, at least 1e-4; before the first update that of `batch`."""
         return torch.where(self.started, self.var, batch.var).sqrt().clamp_min(STD_FLOOR)
@@ -117,6 +114,42 @@ class RunningMeanVar:
             shift=torch.where(self.started, self.mean, 0.0).to(torch.float32),
             spread=torch.where(self.started, std, 1.0).to(torch.float32),
         )
+
+
+@final
+class ObservationStatistics:
+    """Running statistics of the features: of the host block, and of the block of a slot that has a seed.
+
+    All slots share theirs, so that they serve any number of slots. That of an empty slot is not counted.
+    """
+
+    def __init__(self, momentum: float, device: torch.device | str = "cpu") -> None:
+        self.host = RunningMeanVar(momentum, (len(HOST_FEATURES),), device)
+        self.slot = RunningMeanVar(momentum, (len(SLOT_FEATURES),), device)
+
+    def update(self, rows: Float[Tensor, "*R D"], valid: Bool[Tensor, "*R"]) -> None:
+        """Update the statistics with the features of one rollout before normalization."""
+        host, slots = rows[..., : len(HOST_FEATURES)], rows[..., len(HOST_FEATURES) :]
+        slots = slots.unflatten(-1, (-1, len(SLOT_FEATURES)))
+        self.host.update(masked_moments(host, valid))
+        self.slot.update(masked_moments(slots, valid[..., None] & (slots[..., 0] > 0.0)))  # the occupied flag
+
+    def of_slots(self, num_slots: int) -> Frozen:
+        """Shift and spread of all columns of hosts with so many slots."""
+        host, slot = self.host.frozen, self.slot.frozen
+        return Frozen(
+            shift=torch.cat((host.shift, slot.shift.repeat(num_slots))),
+            spread=torch.cat((host.spread, slot.spread.repeat(num_slots))),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of both."""
+        return with_prefix("host", self.host.state_dict()) | with_prefix("slot", self.slot.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        self.host.load_state_dict(below("host", state))
+        self.slot.load_state_dict(below("slot", state))
 
 
 def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:

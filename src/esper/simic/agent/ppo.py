@@ -23,6 +23,7 @@ from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.advantages import (
     NormalizedAdvantages,
+    ObservationStatistics,
     RunningMeanVar,
     discounted_returns,
     masked_moments,
@@ -243,7 +244,7 @@ class PPOAgent:
 
     network: TamiyoNetwork
     optimizer: AdamState
-    observations: RunningMeanVar
+    observations: ObservationStatistics
     returns: RunningMeanVar
     selectable: Tensor
     total_updates: int
@@ -261,15 +262,13 @@ class MinibatchResult:
     kl_weight: Float[Tensor, ""]
 
 
-def new_agent(
-    network: TamiyoNetwork, config: PPOConfig, *, feature_dim: int, selectable: Tensor, total_updates: int
-) -> PPOAgent:
+def new_agent(network: TamiyoNetwork, config: PPOConfig, *, selectable: Tensor, total_updates: int) -> PPOAgent:
     """An agent before its first update, on the device of `selectable`."""
     device = selectable.device
     return PPOAgent(
         network=network,
         optimizer=initial_adam_state(list(network.parameters())),
-        observations=RunningMeanVar(config.observation_momentum, (feature_dim,), device),
+        observations=ObservationStatistics(config.observation_momentum, device),
         returns=RunningMeanVar(config.return_momentum, (), device),
         selectable=selectable,
         total_updates=total_updates,
@@ -309,7 +308,7 @@ def run_ppo_updates(
     rows += _run_epochs(agent, buffer, config, weights, lr, update_index=update_index, run_seed=run_seed)
 
     agent.returns.update(return_moments)
-    agent.observations.update(masked_moments(slabs.raw_states, slabs.valid))
+    agent.observations.update(slabs.raw_states, slabs.valid)
     metrics = aggregate_ppo_metrics(rows, read)
     agent.schedule_position += int(metrics["optimizer_steps"] > 0)
     agent.network.inverse_temperature.fill_(inverse_temperature(config, agent.schedule_position, agent.total_updates))

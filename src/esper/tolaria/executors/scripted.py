@@ -1,18 +1,25 @@
 """The scripted executor: hosts without networks, which follow the formulas of the `null` task on the device."""
 
+from functools import partial
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, SeedStage
+from esper.kasmina.blueprints.description import KINDS, kinds_of
+from esper.kasmina.blueprints.registry import blueprint_at
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily, SeedStage
 from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import StateTree, copy_into
 from esper.tasks import null
 from esper.tasks.null import NullSpec
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
+
+_CHANNELS = 16
+"""Of the features that the networks of blueprints are described with, which scripted hosts do not have."""
 
 
 @final
@@ -45,12 +52,13 @@ class ScriptedExecutor:
         self._never = torch.zeros(num_slots, num_envs, dtype=torch.bool, device=device).t()
         self._episode, self._t = 0, 0
         self._quality: Tensor | None = None
-        everything = torch.arange(NUM_BUILTIN_BLUEPRINTS, device=device)
+        everything = torch.arange(NUM_BUILTIN_BLUEPRINTS)
         params = null.params(script, everything, torch.zeros_like(everything, dtype=torch.bool))
         self.costs = SeedCosts(
-            seed_params=params.expand(num_slots, -1).contiguous(),
+            seed_params=params.expand(num_slots, -1).contiguous().to(device),
             gate_params=torch.full((num_slots,), null.GATE_PARAMS, device=device),
-            selectable=params > 0,
+            selectable=(params > 0).to(device),
+            kinds=_kinds(params > 0).expand(num_slots, -1, -1).contiguous().to(device),
         )
 
     @property
@@ -122,3 +130,12 @@ class ScriptedExecutor:
         copy_into(self.state_dict(), state, "scripted hosts")
         episode, t = (int(v) for v in state["place"])
         self._begin(episode, t)
+
+
+def _kinds(selectable: Bool[Tensor, " B"]) -> Float[Tensor, "B K"]:
+    """What the blueprints that have these names are made of, with as many channels as a small host has."""
+    kinds = torch.zeros(len(selectable), len(KINDS))
+    for index in selectable.nonzero().flatten().tolist():
+        seed = deterministic_build(partial(blueprint_at(index, HostFamily.CNN).build, _CHANNELS))
+        kinds[index] = torch.tensor(kinds_of(seed, _CHANNELS))
+    return kinds

@@ -12,15 +12,13 @@ from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import NullSpec
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.runtime import host_read
-from toys import ToyReward
+from toys import ToyReward, menu
 
 WIDTH = 32
 
 
 def learner(spec):
-    network = TamiyoNetwork(
-        num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
-    )
+    network = TamiyoNetwork(menu(spec.num_slots), feature_width=WIDTH, hidden_width=WIDTH)
     initialize(network, spec.run_seed)
     config = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=2)
     return SimicClient(

@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.kasmina.blueprints.description import KINDS
+from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp, head_sizes
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,
     Hidden,
     KeptNetwork,
+    Menu,
     Observation,
     RewardInputs,
     RewardOutput,
@@ -35,6 +37,20 @@ from esper.tolaria.executors.protocol import (
 
 PENALTY = -7.0
 NUM_BLUEPRINTS = 13
+
+
+def menu(num_slots: int, num_blueprints: int = NUM_BLUEPRINTS) -> Menu:
+    """A menu of random numbers; those of a slot, and of a blueprint, do not depend on how many there are."""
+    generator = torch.Generator().manual_seed(5)
+    places = torch.rand(100, 8, generator=generator)[:num_slots]
+    seeds = torch.rand(100, 100, 11, generator=generator)[:num_slots, :num_blueprints]
+    return Menu(places=places, seeds=seeds)
+
+
+def even_logits(*rows: int, num_slots: int) -> list[Tensor]:
+    """Logits of zeros for so many rows, in the shapes of `esper.tamiyo.heads.Logits`."""
+    of_all, sizes = (Head.SLOT, Head.OP), head_sizes(num_slots)
+    return [torch.zeros(*rows, *(num_slots,) * (head not in of_all), sizes[head]) for head in Head]
 
 
 def script(num_envs: int, length: int, plan: Mapping[int, object]) -> Int[Tensor, "T N 8"]:
@@ -208,6 +224,7 @@ class ToyExecutor:
             seed_params=torch.full((num_slots, NUM_BLUEPRINTS), 5),
             gate_params=torch.full((num_slots,), 2),
             selectable=torch.arange(NUM_BLUEPRINTS) > 0,
+            kinds=torch.zeros(num_slots, NUM_BLUEPRINTS, len(KINDS)),
         )
 
     def reset(self, episode: int) -> None:

@@ -10,7 +10,7 @@ from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.presets import resolve
 from esper.tamiyo.heads import sample_heads
 from esper.tasks import null
-from toys import ToyClient
+from toys import ToyClient, even_logits
 
 HOSTS, SURE = 4, 1000.0  # e^-1000 is 0 in float64
 
@@ -33,9 +33,9 @@ class SureClient(ToyClient):
         wanted = CANONICAL_ACTION
         if self.due and obs.t >= self.due[0].earliest:
             wanted = self.due.pop(0).action
-        logits = tuple(torch.zeros(obs.num_envs, size) for size in self.spec.head_sizes)
+        logits = tuple(even_logits(obs.num_envs, num_slots=self.spec.num_slots))
         for head, value in zip(logits, wanted, strict=True):
-            head[:, value] = SURE
+            head[..., value] = SURE
         uniforms = torch.tensor([0.0, 1.0 - 2.0**-24]).repeat(HOSTS // 2)[:, None].expand(HOSTS, NUM_HEADS)
         state = obs.legal, obs.has_gate, self.selectable
         drawn = sample_heads(logits, *state, uniforms)

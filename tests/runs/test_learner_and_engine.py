@@ -102,7 +102,7 @@ def test_a_rollback_in_the_last_step_makes_the_row_before_the_end_and_one_before
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_update_sees_the_decisions_of_the_rollout_whatever_statistics_they_were_made_with(rounds):
     _, client = played(config("late_fault", num_envs=6, time_limit="truncate"), rounds=rounds)
-    assert bool(client.agent.observations.started) == (rounds > 1)
+    assert bool(client.agent.observations.host.started) == (rounds > 1)
     batch = client.buffer.sequences(torch.arange(6))
     assert (~batch.valid).nonzero().tolist() == [[1, 2], [2, E - 1]]
     assert batch.reset.nonzero().tolist() == [[1, 3]]

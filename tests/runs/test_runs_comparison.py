@@ -125,12 +125,6 @@ def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> Non
         trained(tmp_path, config)
 
 
-def test_a_policy_of_another_shape_is_refused(run: Path) -> None:
-    config = config_of_run(run, {"slots": ["r0c0", "r0c1"]})
-    with pytest.raises(CheckpointError, match="head_sizes"):
-        outcome_of(trained(run, config).controller, config)
-
-
 def test_an_unknown_baseline_is_refused() -> None:
     config = resolve({"task": "null", "episode_length": 2})
     with pytest.raises(RegistryError, match="unknown baseline 'lazy'"):
@@ -298,7 +292,7 @@ def test_baselines_can_meet_the_hosts_of_several_seeds(tmp_path: Path) -> None:
     assert rows["hosts"]["objective"][:3] != alone["hosts"]["objective"]
 
 
-def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
+def test_a_controller_plays_other_tasks_steps_and_slots(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(run)
@@ -312,11 +306,10 @@ def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
     longer = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "b.json")
     assert (longer["task"], longer["episode_length"]) == ("tiny", 7)
     assert sum(longer["controllers"][0]["ops"].values()) == 2 * 7
+    with registered(tiny.task(name="one_slot", enabled=("r0c1",))):
+        fewer = compared([str(run), "--task", "one_slot", "wait_only", "--num-envs", "2"], tmp_path / "c.json")
+        assert sum(fewer["controllers"][0]["ops"].values()) == 2 * fewer["episode_length"]
     assert contents(run) == before
-    with registered(tiny.task(name="two_slots", enabled=("r0c0", "r0c1"))):
-        assert main(["evaluate", str(run), "--task", "two_slots"]) == 2
-    said = "was trained with 3 slots (r0c0, r0c1, r1c0), but task 'two_slots' has 2 (r0c0, r0c1); choose a task with as"
-    assert said in capfd.readouterr().err
 
 
 def test_several_tasks_give_the_comparisons_of_each_by_itself(

@@ -152,8 +152,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path):
         assert small_runs.main(["train", "--rounds", "1", "--num-envs", "2", "--episode-length", "3", *arguments]) == 0
         started = small_runs.records(run)["events.jsonl"][0]
         assert started["blueprints"][-1] == "pointwise_of_a_plugin"
-        assert started["head_sizes"][1] == 14
     finally:
         registry.unregister("pointwise_of_a_plugin")
-    # without the blueprint the controller has another shape
+    # without the blueprint it is another run
     assert small_runs.resume(run, "--rounds", "2") == 2

@@ -20,6 +20,7 @@ from esper.leyline.messages import (
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize
+from toys import menu
 
 NUM_SLOTS, STEPS = 2, 6
 FAVOURITE_SLOT = 1
@@ -150,8 +151,7 @@ def new_client(
     )
     ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "num_minibatches": 2} | config)
     network = TamiyoNetwork(
-        num_slots=NUM_SLOTS,
-        head_sizes=spec.head_sizes,
+        menu(NUM_SLOTS),
         feature_width=ppo.feature_width,
         hidden_width=ppo.hidden_width,
         num_layers=ppo.num_layers,

@@ -24,6 +24,7 @@ from esper.tamiyo.heads import (
     relevance,
     sample_heads,
 )
+from toys import even_logits
 
 SELECTABLE = torch.tensor([index in (1, 2, 3, 4, 5, 6, 7) for index in range(NUM_BUILTIN_BLUEPRINTS)])
 NUM_SLOTS = 3
@@ -31,7 +32,7 @@ OP, SLOT = Head.OP, Head.SLOT
 
 
 def random_logits(g: torch.Generator, *shape: int, num_slots: int = NUM_SLOTS, scale: float = 1.5):
-    return tuple(scale * torch.randn(*shape, size, generator=g) for size in head_sizes(num_slots))
+    return tuple(scale * torch.randn(x.shape, generator=g) for x in even_logits(*shape, num_slots=num_slots))
 
 
 class Case:
@@ -61,7 +62,7 @@ def test_a_head_is_constrained_where_its_mask_leaves_out_values_of_the_operation
     legal[:, LifecycleOp.WAIT] = True
     legal[1, LifecycleOp.GERMINATE] = True
     legal[2, LifecycleOp.SET_ALPHA_TARGET, 1] = True
-    logits = tuple(torch.zeros(3, size) for size in head_sizes(NUM_SLOTS))
+    logits = tuple(even_logits(3, num_slots=NUM_SLOTS))
     logits[OP][:, 1:3] = 9.0  # GERMINATE or SET_ALPHA_TARGET where they are legal
     drawn = sample_heads(logits, legal, torch.zeros(3, NUM_SLOTS, dtype=torch.bool), SELECTABLE, deterministic=True)
     assert drawn.actions[:, OP].tolist() == [0, 1, 2]
@@ -110,7 +111,7 @@ def test_the_probabilities_of_all_legal_decisions_and_of_no_other_sum_to_one(see
     count = len(decisions)
     assert count == len(decisions.unique(dim=0))
     state = case.legal.expand(count, -1, -1), case.has_gate.expand(count, -1), SELECTABLE
-    logits = tuple(head.expand(count, -1) for head in case.logits)
+    logits = tuple(head.expand(count, *head.shape[1:]) for head in case.logits)
     log_prob = evaluate_heads(logits, *state, decisions).log_prob.double()
     assert check_stored_actions(decisions, *state)
     assert log_prob.sum(-1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
@@ -185,13 +186,18 @@ def scalar_draw(p: list[float], u: float) -> int:
     return max(index for index, share in enumerate(p) if share > 0)
 
 
+def given(logits, head: Head, slot: int):
+    """The logits of a head once the slot is chosen."""
+    return logits[head] if head in (OP, SLOT) else logits[head][..., slot, :]
+
+
 def scalar_decision(case: Case, n: int) -> tuple[list[int], list[float], list[float]]:
     """Actions, log-probabilities and normalized entropies of one host, head after head."""
     legal, has_gate = case.legal[n].tolist(), case.has_gate[n].tolist()
     actions, log_prob, entropy = [0] * 8, [0.0] * 8, [0.0] * 8
     for head in (OP, SLOT, *(h for h in Head if h not in (OP, SLOT))):
         allowed = allowed_values(head, actions[OP], actions[SLOT], legal, has_gate)
-        logits = case.logits[head][n].tolist()
+        logits = given(case.logits, head, actions[SLOT])[n].tolist()
         p = softmax(logits, [value in allowed for value in range(len(logits))])
         actions[head] = scalar_draw(p, case.uniforms[n, head].item())
         log_prob[head] = math.log(p[actions[head]])
@@ -221,7 +227,7 @@ def test_the_available_entropy_is_that_of_the_union_over_all_legal_ops_and_slots
             for op, slot in itertools.product(range(6), range(NUM_SLOTS)):
                 if legal[op][slot] and op in HEADS[head].used_by:
                     union |= allowed_values(head, op, slot, legal, has_gate)
-            logits, want = case.logits[head][n].tolist(), 0.0
+            logits, want = given(case.logits, head, out.actions[n, SLOT])[n].tolist(), 0.0
             if len(union) > 1:
                 p = softmax(logits, [value in union for value in range(len(logits))])
                 want = -sum(q * math.log(q) for q in p if q > 0) / math.log(len(union))
@@ -250,13 +256,14 @@ def test_every_head_is_drawn_as_often_as_its_masked_softmax_says_for_each_op_and
     logits = random_logits(g, scale=1.0)
     logits[OP].mul_(0.3)
     state = legal.expand(draws, -1, -1), has_gate.expand(draws, -1), SELECTABLE
-    rows = tuple(head.expand(draws, -1) for head in logits)
+    rows = tuple(head.expand(draws, *head.shape) for head in logits)
     actions = sample_heads(rows, *state, torch.rand(draws, 8, generator=g)).actions
     compared = 0
 
     def compare(values: torch.Tensor, head: Head, op: int, slot: int) -> None:
         allowed = allowed_values(head, op, slot, legal.tolist(), has_gate.tolist())
-        want = softmax(logits[head].tolist(), [v in allowed for v in range(len(logits[head]))])
+        of_slot = given(logits, head, slot).tolist()
+        want = softmax(of_slot, [v in allowed for v in range(len(of_slot))])
         found = values.bincount(minlength=len(want)) / len(values)
         for value, p in enumerate(want):
             spread = 4.5 * math.sqrt(p * (1 - p) / len(values))
@@ -274,8 +281,9 @@ def test_every_head_is_drawn_as_often_as_its_masked_softmax_says_for_each_op_and
                     compare(given_slot[:, head], head, op, slot)
                     compared += 1
     assert compared == 6 * (1 + 2 + 3 + 2 + 3 + 3)  # slots of each op
-    # heads are drawn independently of each other, given the op
-    germinate = actions[actions[:, OP] == LifecycleOp.GERMINATE][:, [Head.TEMPO, Head.ALPHA_TARGET]] == 0
+    # heads are drawn independently of each other, given op and slot
+    germinate = actions[(actions[:, OP] == LifecycleOp.GERMINATE) & (actions[:, SLOT] == 1)]
+    germinate = germinate[:, [Head.TEMPO, Head.ALPHA_TARGET]] == 0
     assert germinate.all(dim=1).float().mean().item() == pytest.approx(
         germinate.float().mean(0).prod().item(), abs=0.01
     )
@@ -287,7 +295,7 @@ def test_the_inverse_cdf_takes_the_first_value_whose_cumulative_probability_exce
     n = len(u)
     legal = torch.zeros(n, 6, 1, dtype=torch.bool)
     legal[:, [0, 1, 4]] = True
-    logits = [torch.zeros(n, size) for size in head_sizes(1)]
+    logits = even_logits(n, num_slots=1)
     logits[OP][:, 4] = math.log(2.0)
     uniforms = u[:, None].expand(-1, 8).contiguous()
     actions = sample_heads(tuple(logits), legal, torch.zeros(n, 1, dtype=torch.bool), SELECTABLE, uniforms).actions
@@ -296,10 +304,11 @@ def test_the_inverse_cdf_takes_the_first_value_whose_cumulative_probability_exce
 
 def test_the_deterministic_decision_is_the_most_probable_and_the_lowest_of_equals():
     legal = torch.ones(1, 6, 3, dtype=torch.bool)
-    logits = [torch.zeros(1, size) for size in head_sizes(3)]
+    logits = even_logits(1, num_slots=3)
     logits[OP][0] = torch.tensor([0.0, 2.0, 2.0, 1.0, 0.0, 0.0])
-    logits[Head.BLUEPRINT][0, 0] = 9.0  # not selectable
-    logits[Head.BLUEPRINT][0, 5] = 1.0
+    logits[Head.BLUEPRINT][0, :, 0] = 9.0  # not selectable
+    logits[Head.BLUEPRINT][0, 1, 5] = 1.0
+    logits[Head.BLUEPRINT][0, [0, 2], 4] = 2.0  # of slots that are not chosen
     logits[SLOT][0] = torch.tensor([0.0, 3.0, 3.0])
     state = legal, torch.ones(1, 3, dtype=torch.bool), SELECTABLE
     want = [1, 5, 0, 0, 0, 0, 0, LifecycleOp.GERMINATE]
@@ -332,6 +341,28 @@ def test_what_was_sampled_is_evaluated_to_the_same_numbers_bit_for_bit(shape):
     evaluated = case.evaluate(sampled.actions.unflatten(0, shape))
     assert evaluated.log_prob.shape == (*shape, 8)
     assert torch.equal(evaluated.log_prob.reshape(24, 8), sampled.log_prob)
+
+
+def test_the_logits_of_slots_that_are_not_chosen_do_not_matter_and_learn_nothing():
+    case = Case(28, 200)
+    sampled = case.sample()
+    slot = sampled.actions[:, SLOT]
+    assert slot.unique().tolist() == [0, 1, 2]
+    others = torch.arange(NUM_SLOTS) != slot[:, None]
+    wild = [head.clone().requires_grad_() for head in random_logits(generator(3), 200, scale=40.0)]
+    mixed = tuple(
+        mine if head in (OP, SLOT) else torch.where(others[..., None], theirs, mine)
+        for head, mine, theirs in zip(Head, case.logits, wild, strict=True)
+    )
+    drawn, out = sample_heads(mixed, *case.state, case.uniforms), case.evaluate(sampled.actions, mixed)
+    before = case.evaluate(sampled.actions)
+    assert torch.equal(drawn.actions, sampled.actions)
+    assert torch.equal(drawn.log_prob, sampled.log_prob)
+    for name in ("log_prob", "entropy", "entropy_avail"):
+        assert torch.equal(getattr(out, name), getattr(before, name))
+    total = (out.log_prob + out.entropy + out.entropy_avail).sum()
+    gradients = torch.autograd.grad(total, [head for k, head in zip(Head, wild, strict=True) if k not in (OP, SLOT)])
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def test_heads_that_the_op_does_not_read_are_exactly_zero_in_value_and_gradient():
@@ -385,14 +416,15 @@ def test_a_state_with_one_choice_only_teaches_nothing():
 def test_gradients_of_log_probability_and_entropy_agree_with_finite_differences():
     case = Case(21, 2)
     actions = case.sample().actions
-    sizes = head_sizes(NUM_SLOTS)
+    sizes = [head[0].numel() for head in case.logits]
     coefficients = torch.randn(3, 2, 8, generator=generator(2))
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
-        out = case.evaluate(actions, flat.split(sizes, dim=-1))
+        parts = zip(case.logits, flat.split(sizes, dim=-1), strict=True)
+        out = case.evaluate(actions, tuple(part.view_as(head) for head, part in parts))
         return (coefficients * torch.stack((out.log_prob, out.entropy, out.entropy_avail))).sum()
 
-    flat = torch.cat(case.logits, dim=-1).requires_grad_()
+    flat = torch.cat([head.flatten(1) for head in case.logits], dim=-1).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(flat), flat)
     direction = torch.randn(flat.shape, generator=generator(3))
     step = 1e-2 * direction

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from esper.tamiyo.features import CLOCK, HOST_FEATURES, feature_dim
+from esper.tamiyo.features import CLOCK, HOST_FEATURES, SLOT_FEATURES, feature_dim
 from esper.tamiyo.importance import MEASURES, Situations, feature_groups, importance
 from esper.tamiyo.network import TamiyoNetwork, initialize
+from toys import menu
 
 SLOTS = ("r0c0", "r0c1")
 GROUPS = feature_groups(SLOTS)
@@ -105,11 +106,12 @@ def test_steps_without_a_choice_and_rolled_back_ones_are_not_counted():
 
 
 def test_inputs_that_the_network_ignores_have_no_importance_and_others_have():
-    network = TamiyoNetwork(num_slots=2, head_sizes=(2, 12, 4, 3, 3, 4, 4, 6), feature_width=16, hidden_width=16)
+    network = TamiyoNetwork(menu(2, num_blueprints=3), feature_width=16, hidden_width=16)
     initialize(network, 0)
     contribution = next(group for group in GROUPS if group.name == "contribution of the seeds")
     with torch.no_grad():
-        network.feature_net[0].weight[:, list(contribution.columns)] = 0.0
+        of_slot = sorted({(column - len(HOST_FEATURES)) % len(SLOT_FEATURES) for column in contribution.columns})
+        network.slot_net.weight[:, of_slot] = 0.0
     seen = situations(3, 4)
     hidden, reset = network.initial_hidden(3, torch.device("cpu")), torch.zeros(3, 4, dtype=torch.bool)
 

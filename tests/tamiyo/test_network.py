@@ -1,4 +1,4 @@
-"""The policy network: its size, its start, its cell by hand, and that steps and sequences are the same function."""
+"""The policy network: its start, its cell by hand, that steps and sequences are one function, and any slots."""
 
 import math
 
@@ -8,12 +8,13 @@ from states import generator, random_legal
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import Head, LifecycleOp, head_sizes
-from esper.leyline.messages import Hidden
+from esper.leyline.lifecycle import HEADS, Head, LifecycleOp, head_sizes
+from esper.leyline.messages import Hidden, Menu
 from esper.leyline.tensor_dataclass import tree_map
-from esper.tamiyo.features import feature_dim
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim
 from esper.tamiyo.heads import evaluate_heads, sample_heads
-from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize, lstm_cell
+from esper.tamiyo.network import OF_SLOT, RecurrentLayer, TamiyoNetwork, initialize, lstm_cell
+from toys import menu
 
 CPU = torch.device("cpu")
 SELECTABLE = torch.arange(13) > 0
@@ -23,14 +24,16 @@ NUM_SLOTS = 3
 def new_network(
     run_seed: int = 0, num_slots: int = NUM_SLOTS, *, feature: int = 32, hidden: int = 32, layers: int = 1
 ) -> TamiyoNetwork:
-    network = TamiyoNetwork(
-        num_slots=num_slots,
-        head_sizes=head_sizes(num_slots),
-        feature_width=feature,
-        hidden_width=hidden,
-        num_layers=layers,
-    )
+    network = TamiyoNetwork(menu(num_slots), feature_width=feature, hidden_width=hidden, num_layers=layers)
     initialize(network, run_seed)
+    return network
+
+
+def certain(network: TamiyoNetwork) -> TamiyoNetwork:
+    """The network with large output weights, so that its policy is far from uniform."""
+    with torch.no_grad():
+        for output in (network.head_op, network.head_slot, network.head_values, network.head_blueprint):
+            output.weight.mul_(100.0)
     return network
 
 
@@ -38,15 +41,15 @@ class Rollout:
     """Random inputs [N, T] with resets, and what a network decides on them step by step."""
 
     def __init__(self, network: TamiyoNetwork, seed: int = 0, n: int = 6, steps: int = 8) -> None:
-        g = generator(seed)
-        self.features = torch.randn(n, steps, feature_dim(NUM_SLOTS), generator=g)
-        self.blueprints = torch.randint(-1, 13, (n, steps, NUM_SLOTS), generator=g)
+        g, slots = generator(seed), network.num_slots
+        self.features = torch.randn(n, steps, feature_dim(slots), generator=g)
+        self.blueprints = torch.randint(-1, 13, (n, steps, slots), generator=g)
         self.reset = torch.rand(n, steps, generator=g) < 0.2
         self.reset[0, :2] = self.reset[-1, -1] = True
-        self.legal = random_legal(g, n * steps, NUM_SLOTS).unflatten(0, (n, steps))
-        self.has_gate = torch.rand(n, steps, NUM_SLOTS, generator=g) < 0.5
+        self.legal = random_legal(g, n * steps, slots).unflatten(0, (n, steps))
+        self.has_gate = torch.rand(n, steps, slots, generator=g) < 0.5
         self.uniforms = torch.rand(n, steps, 8, generator=g)
-        shape = (network.num_layers, n, network.hidden_width)
+        shape = (network.num_layers, n, network.state_width)
         self.hidden0 = Hidden(h=torch.randn(shape, generator=g), c=torch.randn(shape, generator=g))
 
     def rows(self, hosts: torch.Tensor) -> "Rollout":
@@ -81,24 +84,18 @@ class Rollout:
 # Size and start. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("width", "num_slots", "total"),
-    [
-        (512, 1, 3_629_152), (512, 3, 3_665_506), (512, 4, 3_683_683), (512, 6, 3_720_037), (512, 10, 3_792_745),
-        (128, 1, 236_128), (128, 3, 245_218), (128, 4, 249_763), (128, 6, 258_853), (128, 10, 277_033),
-    ],
-)  # fmt: skip
-def test_the_number_of_parameters(width, num_slots, total):
-    network = TamiyoNetwork(
-        num_slots=num_slots, head_sizes=head_sizes(num_slots), feature_width=width, hidden_width=width
-    )
-    assert sum(p.numel() for p in network.parameters()) == total
+@pytest.mark.parametrize(("width", "total"), [(128, 308_763), (16, 6_531)])
+def test_the_number_of_parameters_is_the_same_for_any_slots_and_blueprints(width, total):
+    sizes = {
+        sum(p.numel() for p in TamiyoNetwork(of, feature_width=width, hidden_width=width).parameters())
+        for of in (menu(1), menu(3), menu(64), menu(3, num_blueprints=40))
+    }
+    assert sizes == {total}
 
 
 def test_a_projection_exists_only_between_different_widths():
-    # F = 16, H = 32, S = 1: the projection has 16 * 32 + 32 = 544 parameters
-    sizes = {"feature_width": 16, "hidden_width": 32}
-    with_projection = TamiyoNetwork(num_slots=1, head_sizes=head_sizes(1), **sizes)
+    # F = 16, H = 32: the projection has 16 * 32 + 32 = 544 parameters
+    with_projection = new_network(feature=16)
     assert sum(p.numel() for p in with_projection.projection.parameters()) == 544
     assert not list(new_network().projection.parameters())
 
@@ -106,8 +103,8 @@ def test_a_projection_exists_only_between_different_widths():
 def test_neither_building_nor_initializing_touches_the_global_generator():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    network = TamiyoNetwork(num_slots=1, head_sizes=head_sizes(1), feature_width=16, hidden_width=32)
-    assert not any(p.any() for name, p in network.named_parameters() if "norm" not in name and "net" not in name)
+    network = TamiyoNetwork(menu(1), feature_width=16, hidden_width=32)
+    assert not any(p.any() for name, p in network.named_parameters() if "norm" not in name and "value" not in name)
     initialize(network, 3)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -134,31 +131,30 @@ def assert_orthogonal(weight: torch.Tensor, gain: float) -> None:
 def test_every_weight_starts_as_the_table_says():
     network, root2 = new_network(1, feature=16, hidden=32, layers=2), math.sqrt(2)
     value_linears = [layer for layer in network.value_net if isinstance(layer, nn.Linear)]
-    for rows in network.trunk_slices():
-        assert_orthogonal(network.trunk.weight[rows], root2)
-    for layer in (network.feature_net[0], network.projection, network.head_blueprint, *value_linears[:-1]):
+    linears = {module for module in network.modules() if isinstance(module, nn.Linear)}
+    outputs = {network.head_op, network.head_slot, network.head_values, network.head_blueprint}
+    for layer in linears - outputs - {value_linears[-1]}:
         assert_orthogonal(layer.weight, root2)
-    for output in network.head_outputs:
+    for output in outputs:
         assert_orthogonal(output.weight, 0.01)
     assert_orthogonal(value_linears[-1].weight, 0.1)
     for layer in network.core:
-        for gate in (*layer.input_weight.chunk(4), *layer.recurrent_weight.chunk(4)):
-            assert_orthogonal(gate, 1.0)
+        for weight in (layer.input_weight, layer.others_weight, layer.recurrent_weight):
+            for gate in weight.chunk(4):
+                assert_orthogonal(gate, 1.0)
     for module in network.modules():
         if isinstance(module, nn.Linear):
-            expected = OP_BIASES if module is network.head_outputs[Head.OP] else 0.0
+            expected = OP_BIASES if module is network.head_op else 0.0
             assert torch.equal(module.bias, torch.tensor(expected).expand_as(module.bias))
         if isinstance(module, nn.LayerNorm):
             assert module.eps == 1e-5
             assert (module.weight == 1).all()
             assert not module.bias.any()
-    assert network.embedding.shape == (14, 4)
-    assert network.embedding.std().item() == pytest.approx(0.02, rel=0.4)
 
 
 def test_the_forget_bias_adds_exactly_one_to_the_pre_activation():
     layer = new_network(2).core[0]
-    gates = layer.input_gates(torch.zeros(3, 32))
+    gates = layer.input_gates(torch.zeros(3, 2, 32))
     i, f, g, o = gates.chunk(4, dim=-1)
     assert (f == 1).all()
     assert not torch.stack((i, g, o)).any()
@@ -168,18 +164,10 @@ def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
     # c' = sigmoid(1) c + sigmoid(0) tanh(0), h' = sigmoid(0) tanh(c'): the forget bias counts once, and nothing else
     layer = new_network(2).core[0]
     x = torch.zeros(1, 32)
-    h, c = lstm_cell(layer.input_gates(x), x, torch.full((1, 32), 0.5), layer.recurrent_weight)
+    h, c = lstm_cell(layer.input_gates(x[None])[0], x, torch.full((1, 32), 0.5), layer.recurrent_weight)
     kept = 0.5 / (1 + math.exp(-1.0))
     torch.testing.assert_close(c, torch.full((1, 32), kept))
     torch.testing.assert_close(h, torch.full((1, 32), 0.5 * math.tanh(kept)))
-
-
-def test_the_trunk_gives_every_output_its_own_rows():
-    network = new_network()
-    slices = network.trunk_slices()
-    assert [rows.stop - rows.start for rows in slices] == [16, 32, 16, 16, 16, 16, 16, 16, 16]
-    assert [rows.start for rows in slices[1:]] == [rows.stop for rows in slices[:-1]]
-    assert slices[-1].stop == network.trunk.out_features == 5 * 32
 
 
 # The cell and the core. ----------------------------------------------------------------------------------------------
@@ -212,36 +200,55 @@ def test_the_cell_agrees_with_the_framework_and_does_not_clamp_its_memory():
         cell.bias_hh.zero_()
         x, h, c = torch.randn(3, 5, 8, generator=g).unbind(0)
         c = c * 100
-        got, want = lstm_cell(layer.input_gates(x), h, c, layer.recurrent_weight), cell(x, (h, c))
+        gates = layer.input_gates(x[:, None])[:, 0]  # the weights of the mean are zero
+        got, want = lstm_cell(gates, h, c, layer.recurrent_weight), cell(x, (h, c))
     torch.testing.assert_close(got, want)
 
 
-def plain_forward(network: TamiyoNetwork, x, index, h, c):
-    """One step of a single-layer network, written out layer by layer."""
-    rows = network.embedding[torch.where(index < 0, 13, index)].flatten(1)
-    x = network.feature_net(torch.cat((x, rows), dim=1))
-    x = network.projection(x)
-    h, c = lstm_cell(network.core[0].input_gates(x), h, c, network.core[0].recurrent_weight)
-    x = x + network.core[0].norm(h)
-    first = [x @ network.trunk.weight[r].t() + network.trunk.bias[r] for r in network.trunk_slices()]
-    logits = []
-    for head in Head:
-        z = first[head].relu()
-        if head is Head.BLUEPRINT:
-            z = network.head_blueprint(z).relu()
-        logits.append(network.head_outputs[head](z))
-    return logits, network.value_net(first[-1]).squeeze(1), h, c
+def plain_forward(network: TamiyoNetwork, seen: Menu, x, index, h, c):
+    """One step of one host by a network with one layer, written out slot by slot."""
+    slots, width = range(len(index)), network.hidden_width
+    host, rest = x[: len(HOST_FEATURES)], x[len(HOST_FEATURES) :]
+    encoded, cells = [], []
+    for s in slots:
+        holds = index[s] >= 0
+        block = rest[s * len(SLOT_FEATURES) : (s + 1) * len(SLOT_FEATURES)]
+        seed = seen.seeds[s, index[s]]
+        known = torch.cat((block if holds else 0 * block, seed if holds else 0 * seed, seen.places[s]))
+        e = network.norm(network.slot_net(known) + network.host_net(host)).relu()
+        encoded.append(network.projection(e))
+    layer, mean = network.core[0], sum(encoded) / len(slots)
+    for s in slots:
+        gates = layer.input_weight @ encoded[s] + layer.others_weight @ mean + layer.bias
+        state = (of[None, s * width : (s + 1) * width] for of in (h, c))
+        cells.append(lstm_cell(gates[None], *state, layer.recurrent_weight))
+    out = [encoded[s] + layer.norm(cells[s][0][0]) for s in slots]
+    everything = torch.cat((sum(out) / len(slots), torch.stack(out).max(dim=0).values))
+    op = network.head_op(network.trunk_op(everything).relu())
+    slot, of_slots = [], []
+    for s in slots:
+        y = (network.trunk_slot(out[s]) + network.trunk_others(everything)).relu()
+        slot.append(network.head_slot(y))
+        pointer = network.head_blueprint(y)
+        found = [(pointer @ network.seed_net(seed)) / math.sqrt(len(pointer)) for seed in seen.seeds[s]]
+        sizes = [HEADS[head].size for head in OF_SLOT]
+        of_slots.append((torch.stack(found), *network.head_values(y).split(sizes)))
+    logits = (torch.cat(slot), *map(torch.stack, zip(*of_slots, strict=True)), op)
+    return logits, network.value_net(everything)[0], *(torch.cat([of[k][0] for of in cells]) for k in (0, 1))
 
 
-def test_a_step_is_the_network_written_out():
-    network = new_network(3, feature=16)
+def test_a_step_is_the_network_written_out_slot_by_slot():
+    network = certain(new_network(3, feature=16))
     rollout = Rollout(network)
     x, index, hidden = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
+    index[0], index[1] = torch.tensor([-1, 5, 12]), -1
     out = network.step(x, index, hidden)
-    logits, value, h, c = plain_forward(network, x, index, hidden.h[0], hidden.c[0])
-    torch.testing.assert_close(list(out.logits), logits)
-    torch.testing.assert_close((out.value, out.hidden.h[0], out.hidden.c[0]), (value, h, c))
-    assert [head.shape[1] for head in out.logits] == list(head_sizes(NUM_SLOTS))
+    for n in range(len(x)):
+        logits, value, h, c = plain_forward(network, menu(NUM_SLOTS), x[n], index[n], hidden.h[0, n], hidden.c[0, n])
+        assert [head.shape[-1] for head in logits] == list(head_sizes(NUM_SLOTS))
+        torch.testing.assert_close([head[n] for head in out.logits], list(logits), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close((out.value[n], out.hidden.h[0, n], out.hidden.c[0, n]), (value, h, c))
+    assert out.logits[Head.BLUEPRINT].std() > 0.1
 
 
 def test_the_inverse_temperature_multiplies_every_logit_and_is_kept_with_the_weights():
@@ -260,10 +267,7 @@ def test_the_inverse_temperature_multiplies_every_logit_and_is_kept_with_the_wei
 
 @pytest.mark.parametrize(("feature", "layers"), [(32, 1), (16, 1), (32, 2)])
 def test_a_sequence_is_evaluated_to_what_its_steps_decided_through_resets(feature, layers):
-    network = new_network(4, feature=feature, layers=layers)
-    with torch.no_grad():
-        for output in network.head_outputs:
-            output.weight.mul_(100.0)  # policies far from uniform
+    network = certain(new_network(4, feature=feature, layers=layers))
     rollout = Rollout(network)
     acted = rollout.act(network)
     heads, values = rollout.evaluate(network, acted["actions"])
@@ -340,15 +344,10 @@ def test_every_parameter_gets_a_finite_gradient_that_is_not_zero():
     for name, parameter in network.named_parameters():
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-    for rows in network.trunk_slices():
-        assert network.trunk.weight.grad[rows].any()
-        assert network.trunk.bias.grad[rows].any()
-    # and so does every single embedding, gate unit, and value of a head, but noop, which cannot be chosen
-    rows = [network.embedding, *(x for layer in network.core for x in (layer.input_weight, layer.recurrent_weight))]
-    assert all(x.grad.any(dim=1).all() for x in rows)
-    for head, output in zip(Head, network.head_outputs, strict=True):
-        assert output.weight.grad[1 if head is Head.BLUEPRINT else 0 :].any(dim=1).all()
-    assert not network.head_outputs[Head.BLUEPRINT].weight.grad[0].any()
+    # and so does every single gate unit, and value of a head
+    rows = [x for layer in network.core for x in (layer.input_weight, layer.others_weight, layer.recurrent_weight)]
+    outputs = (network.head_op, network.head_slot, network.head_values, network.head_blueprint)
+    assert all(x.grad.any(dim=1).all() for x in (*rows, *(output.weight for output in outputs)))
 
 
 def test_the_value_does_not_depend_on_any_decision():
@@ -362,25 +361,119 @@ def test_the_value_does_not_depend_on_any_decision():
     assert torch.equal(rollout.evaluate(network, acted["actions"])[1], rollout.evaluate(network, other["actions"])[1])
 
 
-def test_the_index_of_an_empty_slot_has_an_embedding_of_its_own():
+def test_every_blueprint_and_none_is_seen_as_another():
     network = new_network(10)
-    with torch.no_grad():
-        network.embedding.copy_(torch.arange(14.0)[:, None].expand(-1, 4))
     rollout = Rollout(network, n=14)
     index = torch.arange(-1, 13)[:, None].expand(-1, NUM_SLOTS)
     hidden = network.initial_hidden(14, CPU)
-    got = network.step(rollout.features[:1, 0].expand(14, -1), index, hidden).value
-    assert got.unique().numel() == 14
-    want = plain_forward(network, rollout.features[:1, 0].expand(14, -1), index, hidden.h[0], hidden.c[0])[1]
-    torch.testing.assert_close(got, want)
+    assert network.step(rollout.features[:1, 0].expand(14, -1), index, hidden).value.unique().numel() == 14
 
 
-@pytest.mark.parametrize("index", [-2, 13, 99])
+def test_what_an_empty_slot_is_said_to_hold_does_not_matter():
+    network = new_network(10)
+    rollout = Rollout(network)
+    x, index, hidden = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
+    index[:, 1] = -1
+    before = network.step(x, index, hidden)
+    start = len(HOST_FEATURES) + len(SLOT_FEATURES)
+    x[:, start : start + len(SLOT_FEATURES)] += 3.0  # statistics of seeds shift the zeros of an empty slot
+    after = network.step(x, index, hidden)
+    assert torch.equal(before.value, after.value)
+    assert all(map(torch.equal, before.logits, after.logits))
+
+
+@pytest.mark.parametrize("index", [13, 99])
 def test_a_blueprint_index_outside_the_table_is_an_error(index):
     network = new_network()
     rollout = Rollout(network, n=1)
     with pytest.raises(IndexError):
         network.step(rollout.features[:, 0], torch.full((1, NUM_SLOTS), index), rollout.hidden0)
+
+
+# Any slots and blueprints. -------------------------------------------------------------------------------------------
+
+
+def test_permuted_slots_have_permuted_logits_and_states_and_the_same_operations_and_value():
+    network, order = certain(new_network(11, feature=16, layers=2)), torch.tensor([2, 0, 1])
+    seen, rollout = menu(NUM_SLOTS), Rollout(network)
+    other = network.sharing(Menu(places=seen.places[order], seeds=seen.seeds[order]))
+
+    def of_slots(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (NUM_SLOTS, -1))[..., order, :].flatten(-2)
+
+    host, slots = rollout.features.split((len(HOST_FEATURES), NUM_SLOTS * len(SLOT_FEATURES)), dim=-1)
+    features, blueprints = torch.cat((host, of_slots(slots)), dim=-1), rollout.blueprints[..., order]
+    hidden = tree_map(of_slots, rollout.hidden0)
+    step = network.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0)
+    permuted = other.step(features[:, 0], blueprints[:, 0], hidden)
+    want, value = network.unroll(rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset)
+    got, same_value = other.unroll(features, blueprints, hidden, rollout.reset)
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    for before, after, axis in ((step.logits, permuted.logits, 1), (want, got, 2)):
+        for head in Head:
+            expected = before[head] if head is Head.OP else before[head].index_select(axis, order)
+            torch.testing.assert_close(after[head], expected, **close)
+    torch.testing.assert_close((permuted.value, same_value), (step.value, value), **close)
+    torch.testing.assert_close(permuted.hidden.h, of_slots(step.hidden.h), **close)
+    assert not torch.allclose(step.logits[Head.SLOT], permuted.logits[Head.SLOT], atol=1e-3)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+def test_the_same_weights_serve_any_number_of_slots(num_slots):
+    network = certain(new_network(12))
+    other = network.sharing(menu(num_slots))
+    assert other.state_width == num_slots * 32
+    rollout = Rollout(other, n=4, steps=5)
+    acted = rollout.act(other)
+    heads, values = rollout.evaluate(other, acted["actions"])
+    torch.testing.assert_close(heads.log_prob, acted["log_prob"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(values, acted["value"], atol=1e-5, rtol=0)
+    assert acted["h"].shape == (1, 4, num_slots * 32)
+    shapes = [tuple(head.shape[1:]) for head in other.step(
+        rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0).logits]  # fmt: skip
+    of_slot = [(num_slots, size) for size in head_sizes(num_slots)[1:-1]]
+    assert shapes == [(num_slots,), *of_slot, (6,)]
+
+
+def test_other_blueprints_on_the_menu_change_nothing_for_those_that_were_there():
+    network = certain(new_network(13))
+    more = network.sharing(menu(NUM_SLOTS, num_blueprints=17))
+    rollout = Rollout(network)
+    inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
+    few, many = network.step(*inputs), more.step(*inputs)
+    assert many.logits[Head.BLUEPRINT].shape[-1] == 17
+    for head in Head:
+        torch.testing.assert_close(many.logits[head][..., : few.logits[head].shape[-1]], few.logits[head])
+    torch.testing.assert_close(many.value, few.value)
+    held = rollout.blueprints.clone()
+    held[0, 0, 0] = 16  # and the new ones can be held
+    assert not torch.equal(more.step(inputs[0], held[:, 0], inputs[2]).value[0], many.value[0])
+
+
+def test_two_blueprints_of_one_description_have_one_logit_and_those_of_others_differ():
+    network, seen = certain(new_network(14)), menu(NUM_SLOTS)
+    seen.seeds[:, 4] = seen.seeds[:, 9]
+    other = network.sharing(seen)
+    rollout = Rollout(other)
+    logits = other.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0).logits[Head.BLUEPRINT]
+    torch.testing.assert_close(logits[..., 4], logits[..., 9])
+    assert (logits[..., 4] - logits[..., 8]).abs().max() > 1e-3
+
+
+def test_a_network_for_another_menu_shares_its_weights_and_leaves_the_menu_of_the_first():
+    network = new_network(15)
+    other = network.sharing(menu(1))
+    assert (network.num_slots, other.num_slots) == (NUM_SLOTS, 1)
+    assert [p is q for p, q in zip(network.parameters(), other.parameters(), strict=True)].count(False) == 0
+    rollout = Rollout(network)
+    inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
+    before = network.step(*inputs).value
+    with torch.no_grad():
+        other.value_net[-1].bias += 1.0
+    other.inverse_temperature.fill_(2.0)
+    after = network.step(*inputs)
+    torch.testing.assert_close(after.value, before + 1.0)
+    assert network.inverse_temperature == 2.0
 
 
 def test_a_step_asks_the_device_nothing(monkeypatch):
@@ -400,7 +493,7 @@ def test_a_step_asks_the_device_nothing(monkeypatch):
 @pytest.mark.parametrize("field", ["feature_width", "hidden_width", "num_layers"])
 def test_a_size_below_one_is_refused(field):
     with pytest.raises(ConfigError, match=rf"{field} of the policy network is 0, expected at least 1"):
-        TamiyoNetwork(num_slots=1, head_sizes=head_sizes(1), **{field: 0})
+        TamiyoNetwork(menu(1), **{field: 0})
 
 
 @pytest.mark.parametrize(("width", "nearest"), [(100, 96), (1, 8), (15, 16)])
@@ -408,4 +501,4 @@ def test_a_recurrent_width_that_cannot_be_narrowed_is_refused_with_the_nearest_t
     with pytest.raises(
         ConfigError, match=f"is {width}, expected a multiple of 8.*hidden_width to {nearest}, the nearest"
     ):
-        TamiyoNetwork(num_slots=1, head_sizes=head_sizes(1), hidden_width=width)
+        TamiyoNetwork(menu(1), hidden_width=width)

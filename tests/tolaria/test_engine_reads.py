@@ -32,9 +32,7 @@ EXECUTORS = {  # hosts in several processes: test_sharded.py
 
 def learner(spec):
     ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=1)
-    network = TamiyoNetwork(
-        num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
-    )
+    network = TamiyoNetwork(spec.menu, feature_width=WIDTH, hidden_width=WIDTH)
     initialize(network, 3)
     reward = make_reward("shaped")
     return SimicClient(network, reward, ppo, spec, read=lambda x: host_read(x)[0].tolist(), device=CPU, total_updates=3)

@@ -38,9 +38,7 @@ def run(engine, actions=None):
 
 def learner(spec):
     ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=1)
-    network = TamiyoNetwork(
-        num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
-    )
+    network = TamiyoNetwork(spec.menu, feature_width=WIDTH, hidden_width=WIDTH)
     initialize(network, 0)
     reward = ToyClient(spec).reward
     return SimicClient(network, reward, ppo, spec, read=lambda x: host_read(x)[0].tolist(), device=CPU, total_updates=3)

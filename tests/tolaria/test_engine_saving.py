@@ -70,7 +70,7 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     assert policy.keys() >= {"rollout.h", "rollout.c", "rollout.reset", "counters"}
     # and it is that of a run in full swing
     assert bool(policy["rollout.h"].any() & policy["rollout.c"].any() & policy["optimizer.exp_avg"].any())
-    assert bool(policy["observations.mean"].any())
+    assert bool(policy["observations.host.mean"].any())
     assert bool(tree["executor.population.host.params"].any())
     assert any(bool(tree[f"executor.population.host.{name}"].any()) for name in moments)
     assert bool(tree["control.governor.count"].eq(AT).all())
@@ -146,7 +146,7 @@ def test_the_statistics_that_are_saved_are_used():
         return heir.buffer.slabs.values[:, AT].clone(), heir.hidden.h.clone()
 
     value, hidden = features(policy)
-    for name in ("observations.mean", "rollout.h", "rollout.c"):
+    for name in ("observations.host.mean", "rollout.h", "rollout.c"):
         changed = features(policy | {name: policy[name] + 0.5})
         assert not torch.equal(changed[0], value), name
         assert not torch.equal(changed[1], hidden), name

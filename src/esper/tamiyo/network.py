@@ -221,7 +221,7 @@ class TamiyoNetwork(nn.Module):
         self.num_slots, self.num_blueprints = menu.seeds.shape[:2]
         self._places = menu.places
         self._seeds = menu.seeds
-        self._held = F.pad(menu.seeds, (0, 0, 0, 1))  # the last row is that of -1, an empty slot
+        self._held = F.pad(menu.seeds, (0, 0, 1, 0))  # the first row is that of -1, an empty slot
 
     def sharing(self, menu: Menu) -> "TamiyoNetwork":
         """This network for the hosts of another menu: the same weights, not copies of them."""
@@ -281,7 +281,7 @@ class TamiyoNetwork(nn.Module):
     def _encode(self, features: Tensor, blueprint_index: Tensor) -> Float[Tensor, "*R S H"]:
         """What is known of each slot; IndexError for a blueprint above B - 1."""
         host, slots = features.split((len(HOST_FEATURES), self.num_slots * len(SLOT_FEATURES)), dim=-1)
-        held = self._held[torch.arange(self.num_slots, device=features.device), blueprint_index]
+        held = self._held[torch.arange(self.num_slots, device=features.device), blueprint_index + 1]
         own = slots.unflatten(-1, (self.num_slots, -1)) * (blueprint_index >= 0).to(features.dtype)[..., None]
         places = self._places.expand(*own.shape[:-1], -1)
         known = torch.cat((own, held, places), dim=-1)

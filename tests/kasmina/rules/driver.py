@@ -8,6 +8,7 @@ Scripts: a measurement is `(t, slots) -> Measurements`, where `slots` is what th
 import torch
 from torch import Tensor
 
+from esper.kasmina.blueprints.description import KINDS
 from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
 from esper.kasmina.rules.lifecycle import (
     OpEffects,
@@ -37,6 +38,7 @@ def seed_costs(num_slots: int) -> SeedCosts:
         seed_params=100 * (slot_S1 + 1) + blueprint_P,
         gate_params=7 * (torch.arange(num_slots) + 1),
         selectable=blueprint_P > 0,
+        kinds=torch.zeros(num_slots, NUM_BLUEPRINTS, len(KINDS)),
     )
 
 

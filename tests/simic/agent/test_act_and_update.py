@@ -11,6 +11,8 @@ from esper.simic.agent.losses import LossInputs, ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.heads import sample_heads
+from esper.tamiyo.network import OF_SLOT
+from toys import even_logits
 
 HOSTS = [0, 1, 2, 3, 4, 5]
 PANICS = {1: [1], 3: [0, 4], 4: [0, 2], 6: [3]}
@@ -24,9 +26,10 @@ def sharp(make_client):
     def build(hosts=HOSTS, **settings):
         client = make_client(hosts, **settings)
         with torch.no_grad():
-            for output in client.agent.network.head_outputs:
+            network = client.agent.network
+            for output in (network.head_op, network.head_slot, network.head_values, network.head_blueprint):
                 output.weight.mul_(200.0)
-            client.agent.network.value_net[-1].weight.mul_(30.0)
+            network.value_net[-1].weight.mul_(30.0)
         return client
 
     return build
@@ -81,7 +84,7 @@ def test_heads_that_no_op_reads_have_a_log_probability_of_exactly_zero_in_both_c
 def test_a_head_that_no_decision_of_an_update_read_is_not_moved_at_all(rolled_out):
     batch = stored(rolled_out)
     batch.legal[:, :, LifecycleOp.PRUNE] = False  # what is left of the toy world reads no speed and no curve
-    even = tuple(torch.zeros(*batch.valid.shape, size) for size in rolled_out.spec.head_sizes)
+    even = tuple(even_logits(*batch.valid.shape, num_slots=2))
     uniforms = torch.rand(*batch.valid.shape, NUM_HEADS, generator=torch.Generator().manual_seed(2))
     drawn = sample_heads(even, batch.legal, batch.has_gate, rolled_out.agent.selectable, uniforms)
     batch.actions.copy_(drawn.actions)
@@ -89,11 +92,12 @@ def test_a_head_that_no_decision_of_an_update_read_is_not_moved_at_all(rolled_ou
     x, _ = evaluate_minibatch(rolled_out.agent, batch)
     network = rolled_out.agent.network
     ppo_losses(x, loss_weights(rolled_out.agent, rolled_out.config, torch.device("cpu"))).total.backward()
-    for head in Head:
-        gradients = [p.grad for p in network.head_outputs[head].parameters()]
-        gradients += [p.grad[network.trunk_slices()[head]] for p in network.trunk.parameters()]
-        moved = [bool(gradient.any()) for gradient in gradients]
-        assert moved == [head not in (Head.ALPHA_SPEED, Head.ALPHA_CURVE)] * 4, head.name
+    sizes = [HEADS[head].size for head in OF_SLOT]
+    for gradient in (p.grad for p in network.head_values.parameters()):
+        moved = {head for head, rows in zip(OF_SLOT, gradient.split(sizes), strict=True) if rows.any()}
+        assert moved == {Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}
+    for output in (network.head_op, network.head_slot, network.head_blueprint):
+        assert output.weight.grad.any()
 
 
 @pytest.mark.parametrize("order", [[5, 3, 1, 0, 2, 4], [2, 5], [4]])

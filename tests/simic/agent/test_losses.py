@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp, head_sizes
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 from esper.simic.agent.losses import (
     LossInputs,
@@ -19,6 +19,7 @@ from esper.simic.agent.losses import (
     value_loss,
 )
 from esper.tamiyo.heads import evaluate_heads, relevance
+from toys import even_logits
 
 OP, SLOT = Head.OP, Head.SLOT
 
@@ -188,7 +189,7 @@ def test_a_head_with_one_value_has_no_entropy_to_report():
 
 def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have_been_used():
     # only WAIT was decided, but PRUNE was legal: nothing but the floor speaks to the speed of a prune
-    logits = [torch.zeros(1, 4, size) for size in head_sizes(2)]
+    logits = even_logits(1, 4, num_slots=2)
     logits[Head.ALPHA_SPEED][..., 0] = 8.0
     for head in logits:
         head.requires_grad_()

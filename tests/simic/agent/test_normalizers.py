@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.simic.agent.advantages import RunningMeanVar, discounted_returns, masked_moments, scale_rewards
+from esper.simic.agent.advantages import (
+    ObservationStatistics,
+    RunningMeanVar,
+    discounted_returns,
+    masked_moments,
+    normalized,
+    scale_rewards,
+)
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim
 
 ALL = torch.ones(2, 2, dtype=torch.bool)
 
@@ -36,14 +44,14 @@ def test_the_first_rollout_is_copied_and_the_next_blended_in():
 
 def test_features_are_only_clipped_before_the_first_update():
     running = RunningMeanVar(0.99, (2,))
-    found = running.normalize(torch.tensor([[0.3, -25.0], [12.0, 0.1]]))
+    found = normalized(torch.tensor([[0.3, -25.0], [12.0, 0.1]]), running.frozen)
     assert torch.equal(found, torch.tensor([[0.3, -10.0], [10.0, 0.1]]))
 
 
 def test_features_are_centred_scaled_and_clipped_after_it():
     running = RunningMeanVar(0.99, (1,))
     running.update(masked_moments(torch.tensor([[1.0], [3.0]]), torch.ones(2, dtype=torch.bool)))
-    found = running.normalize(torch.tensor([[4.0], [2.0], [1e6]]))
+    found = normalized(torch.tensor([[4.0], [2.0], [1e6]]), running.frozen)
     assert found[:, 0].tolist() == pytest.approx([2.0 / 1.0001**0.5, 0.0, 10.0], abs=1e-6)
 
 
@@ -77,7 +85,7 @@ def test_two_rollouts_give_equal_statistics_in_any_order_of_their_rows(seed, hos
     torch.testing.assert_close(other.mean, running.mean, rtol=1e-12, atol=0)
     torch.testing.assert_close(other.var, running.var, rtol=1e-9, atol=0)
     x = torch.randn(5, 3, generator=g)
-    torch.testing.assert_close(other.normalize(x), running.normalize(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(normalized(x, other.frozen), normalized(x, running.frozen), rtol=0, atol=1e-6)
 
 
 def test_sums_over_many_rows_lose_nothing_of_small_ones():
@@ -113,7 +121,44 @@ def test_restored_statistics_normalize_bit_for_bit_alike():
     running.update(masked_moments(torch.randn(7, 2, generator=torch.Generator().manual_seed(0)), torch.ones(7) > 0))
     other.load_state_dict(running.state_dict())
     x = torch.tensor([[0.1, -0.7]])
-    assert torch.equal(other.normalize(x), running.normalize(x))
+    assert torch.equal(normalized(x, other.frozen), normalized(x, running.frozen))
+
+
+def test_statistics_of_observations_are_those_of_hosts_and_of_all_slots_with_a_seed():
+    # two hosts with two slots, of which the second of the first host is empty; then a third host that does not count
+    rows = torch.zeros(3, feature_dim(2))
+    host, slots = rows[:, : len(HOST_FEATURES)], rows[:, len(HOST_FEATURES) :].unflatten(1, (2, len(SLOT_FEATURES)))
+    host[:, 3] = torch.tensor([1.0, 3.0, 9.0])
+    slots[..., 0] = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])  # occupied
+    slots[..., 4] = torch.tensor([[2.0, 90.0], [5.0, 8.0], [70.0, 70.0]])
+    statistics = ObservationStatistics(0.9)
+    statistics.update(rows, torch.tensor([True, True, False]))
+    assert (statistics.host.mean[3], statistics.host.var[3]) == (2.0, 1.0)
+    assert (statistics.slot.mean[4], statistics.slot.var[4]) == (5.0, 6.0)  # of 2, 5, 8
+    assert statistics.slot.mean[0] == 1.0
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+def test_statistics_of_observations_serve_any_number_of_slots(num_slots):
+    statistics, generator = ObservationStatistics(0.9), torch.Generator().manual_seed(0)
+    rows = torch.rand(4, 5, feature_dim(2), generator=generator) + 0.1  # all slots are occupied
+    statistics.update(rows, torch.ones(4, 5, dtype=torch.bool))
+    of = statistics.of_slots(num_slots)
+    width = len(HOST_FEATURES)
+    for found, name in ((of.shift, "shift"), (of.spread, "spread")):
+        assert found.shape == (feature_dim(num_slots),)
+        assert torch.equal(found[:width], getattr(statistics.host.frozen, name))
+        for block in found[width:].split(len(SLOT_FEATURES)):
+            assert torch.equal(block, getattr(statistics.slot.frozen, name))
+
+
+def test_hosts_without_a_seed_leave_the_statistics_of_slots_as_they_are():
+    statistics = ObservationStatistics(0.9)
+    statistics.update(torch.zeros(2, 3, feature_dim(1)), torch.ones(2, 3, dtype=torch.bool))
+    assert (bool(statistics.host.started), bool(statistics.slot.started)) == (True, False)
+    other = ObservationStatistics(0.9)
+    other.load_state_dict(statistics.state_dict())
+    assert (bool(other.host.started), bool(other.slot.started)) == (True, False)
 
 
 def test_statistics_of_other_features_are_refused():

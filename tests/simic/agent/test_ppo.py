@@ -14,6 +14,7 @@ from esper.simic.agent.advantages import masked_moments
 from esper.simic.agent.losses import entropy_loss, policy_loss
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
 from esper.simic.metrics import METRIC_NAMES
+from esper.tamiyo.features import HOST_FEATURES
 
 HOSTS = [0, 1, 2, 3]
 PANICS = {1: [1], 3: [0], 4: [0, 2], 6: [3]}
@@ -191,7 +192,8 @@ def test_statistics_move_once_after_the_epochs_and_the_buffer_is_empty(rolled_ou
     client = rolled_out()
     raw, valid = client.buffer.slabs.raw_states.clone(), client.buffer.slabs.valid.clone()
     learn(client)
-    torch.testing.assert_close(client.agent.observations.mean, raw[valid].double().mean(0))
+    want = raw[valid].double().mean(0)[: len(HOST_FEATURES)]
+    torch.testing.assert_close(client.agent.observations.host.mean, want)
     assert client.agent.returns.started
     assert client.buffer.num_steps == 0
     assert not client.buffer.slabs.valid.any()
@@ -249,7 +251,7 @@ def test_a_stored_action_outside_its_mask_is_named_where_no_loss_would_show_it(r
 def test_a_logit_that_is_not_finite_is_named_in_the_one_read_of_the_update(rolled_out, bad):
     client, reads = rolled_out(), []
     with torch.no_grad():
-        client.agent.network.head_outputs[Head.OP].bias[0] = bad
+        client.agent.network.head_op.bias[0] = bad
     metrics = learn(client, read=lambda x: reads.append(x) or x.tolist())
     assert metrics["nonfinite_logits"] == 1.0
     assert metrics["actions_outside_mask"] == 0.0
@@ -331,11 +333,12 @@ def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alon
     slabs.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
     slabs.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
     x, _ = evaluate_minibatch(client.agent, client.buffer.sequences(torch.arange(4)))
-    heads = client.agent.network.head_outputs
-    loss = policy_loss(x, 0.2) + entropy_loss(x)
-    gradients = torch.autograd.grad(loss, [heads[head].weight for head in Head])
-    moved = {head for head, gradient in zip(Head, gradients, strict=True) if gradient.any()}
+    (policy_loss(x, 0.2) + entropy_loss(x)).backward()
+    network = client.agent.network
+    outputs = {Head.OP: network.head_op, Head.SLOT: network.head_slot, Head.BLUEPRINT: network.head_blueprint}
+    moved = {head for head, output in outputs.items() if output.weight.grad.any()}
     assert moved == ({Head.OP, Head.SLOT} if took_effect else {Head.OP})
+    assert not network.head_values.weight.grad.any()
 
 
 # -- the divergence of a pass ---------------------------------------------------------------------------------------

@@ -124,12 +124,10 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
     from esper.runs.assembly.presets import resolve
     from esper.runs.training.mixture import train_mixture
 
-    if command.out is None or command.architecture is not None:
-        raise ConfigError(
-            "several tasks train one policy: give --out, the folder to keep it in, and no --architecture."
-        )
     given = overrides(command, joined(command.set))
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
+    if command.out is None or any(config.architecture for config in configs):
+        raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no architecture.")
     file = train_mixture(configs, command.out, console)
     if file is None:
         console.say("stopped; the same command continues with the first round that is not in the folder")

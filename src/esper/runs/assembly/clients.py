@@ -76,13 +76,15 @@ LEARNED_FORMAT = "esper learned policy 1"
 PRETRAINED = "pretrained"
 POLICIES = Path(__file__).parents[2] / "policies"
 """Policies that come with esper."""
+_WAY_OUT = "name a file that esper train wrote for several tasks, or train one."
 
 
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     """A policy with its reward and optimizer: newly initialized, or that of the file that the run starts from."""
     assert spec.menu is not None, "a learner needs the menu of its engine"
     if config.policy:
-        return learned_client(read_learned(learned_path(config.policy)), config, spec)
+        path = learned_path(config.policy)
+        return learned_client(read_learned(path), path, config, spec)
     network = TamiyoNetwork(
         spec.menu,
         feature_width=config.ppo.feature_width,
@@ -102,14 +104,17 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     )
 
 
-def learned_client(policy: StateTree, config: RunConfig, spec: EngineSpec) -> SimicClient:
+def learned_client(policy: StateTree, source: Path, config: RunConfig, spec: EngineSpec) -> SimicClient:
     """A learned policy (`SimicClient.policy`) for the hosts of any engine, with the reward of the run.
 
     Raises:
-        CheckpointError: it has other parts than a policy of this version.
+        CheckpointError: it has other parts than a policy of this version; `source` is where it was read.
     """
-    client = learner_of(replace(config, policy="", ppo=_with_sizes_of(policy, config.ppo)), spec)
-    client.load_policy(policy)
+    client = learner_of(replace(config, policy="", ppo=with_sizes_of(policy, source, config.ppo)), spec)
+    try:
+        client.load_policy(policy)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source} has no policy of this version: {error}") from error
     return client
 
 
@@ -117,14 +122,16 @@ def with_sizes_of_policy(config: RunConfig) -> RunConfig:
     """The configuration with the sizes of the policy that it starts from, if any; may raise CheckpointError."""
     if not config.policy:
         return config
-    return replace(config, ppo=_with_sizes_of(read_learned(learned_path(config.policy)), config.ppo))
+    path = learned_path(config.policy)
+    return replace(config, ppo=with_sizes_of(read_learned(path), path, config.ppo))
 
 
-def _with_sizes_of(policy: StateTree, ppo: PPOConfig) -> PPOConfig:
+def with_sizes_of(policy: StateTree, source: Path, ppo: PPOConfig) -> PPOConfig:
+    """The settings with the sizes of this policy; raises CheckpointError if it is none."""
     gates = [x for name, x in policy.items() if name.endswith(".recurrent_weight")]
     norm = policy.get("network.norm.weight")
     if not gates or norm is None:
-        raise CheckpointError(f"there is no policy among {sorted(policy)[:3]}; name a run or a policy file of esper.")
+        raise CheckpointError(f"{source} has no policy among {sorted(policy)[:3]}; {_WAY_OUT}")
     return replace(ppo, feature_width=len(norm), hidden_width=gates[0].shape[1], num_layers=len(gates))
 
 
@@ -140,12 +147,17 @@ def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> Non
 
 
 def read_learned(path: Path) -> StateTree:
-    """The policy of a file; raises CheckpointError if it is damaged, or something else."""
-    about, policy = read_state(path)
+    """The policy of a file; raises CheckpointError if it is missing, damaged, or something else."""
+    if not path.is_file():
+        raise CheckpointError(f"there is no policy file {path}; {_WAY_OUT}")
+    try:
+        about, policy = read_state(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(error).removesuffix('.')}; {_WAY_OUT}") from error
     if about.get("format") != LEARNED_FORMAT:
         raise CheckpointError(
             f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
-            f"{LEARNED_FORMAT!r}); use a file that esper train wrote for several tasks, or train one."
+            f"{LEARNED_FORMAT!r}); {_WAY_OUT}"
         )
     return policy
 
@@ -162,6 +174,6 @@ def policy_file_client(path: Path, config: RunConfig, spec: EngineSpec) -> Clien
         ConfigError, CheckpointError: the file cannot be used.
     """
     if path.suffix == LEARNED_SUFFIX:
-        return learned_client(read_learned(path), replace(config, compile="off"), spec)
+        return learned_client(read_learned(path), path, replace(config, compile="off"), spec)
     script = script_of(read_policy(path, spec), spec)
     return ScriptedClient(ScriptedPolicy(script, spec), reward_of(config, spec))

@@ -146,7 +146,9 @@ def baseline(name: str, config: RunConfig) -> Controller:
         return replace(_of_file(learned_path(name), config), name=name)
     if name == UNTRAINED:
         return Controller(
-            name=name, make=partial(learner_of, replace(config, compile="off")), identity={"ppo": plain(config.ppo)}
+            name=name,
+            make=partial(learner_of, replace(config, compile="off", policy="")),
+            identity={"ppo": plain(config.ppo)},
         )
     if name == BEST_SCHEDULE:
         if not has_best_schedule(config):
@@ -280,7 +282,7 @@ def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
     policy = {name: x for name, x in state.items() if name.startswith(("network.", "observations."))}
     controller = Controller(
         name=TRAINED,
-        make=partial(learned_client, policy, replace(config, compile="off", policy="")),
+        make=partial(learned_client, policy, checkpoint.path, replace(config, compile="off")),
         identity={"policy": state_digest(policy)},
     )
     return Trained(controller, f"after {checkpoint.header.place}", warnings, checkpoint.header.total)

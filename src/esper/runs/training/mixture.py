@@ -19,7 +19,7 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.files import replacing
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
-from esper.runs.assembly.clients import with_sizes_of_policy, write_learned
+from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
 from esper.runs.assembly.run_config import RunConfig, fingerprint
 from esper.runs.report import objective_of
 from esper.runs.training.checkpoint import read_state, write_state
@@ -44,9 +44,14 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
     """
     rounds, every = configs[0].rounds, configs[0].checkpoint_every
     shared = {name: getattr(configs[0], name) for name in ("rounds", "schedule_rounds", "ppo", "seed", "policy")}
-    configs = [with_sizes_of_policy(replace(config, **shared)) for config in configs]
+    configs = [replace(config, **shared) for config in configs]
     key = [rounds, *map(fingerprint, configs)]
     policy, scales, lines = _begun(path, key)
+    if policy:  # the file that the training started from may be gone
+        ppo = with_sizes_of(policy, path / STATE, configs[0].ppo)
+        configs = [replace(config, policy="", ppo=ppo) for config in configs]
+    else:
+        configs = [with_sizes_of_policy(config) for config in configs]
     device = device_of(configs[0])
     console.say(f"esper: {len(configs)} tasks, {rounds} rounds: {', '.join(config.task for config in configs)}")
     parts = [assemble(config, device, lambda text: None) for config in configs]

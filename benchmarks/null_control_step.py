@@ -99,9 +99,15 @@ class Subject:
     @torch.no_grad()
     def seconds_of_products(self) -> float:
         """All matrix products of one step of the policy and nothing else; the median of a few."""
-        network = self.client.agent.network
-        weights = [x for name, x in network.named_parameters() if x.dim() == 2 and name != "embedding"]
-        rows = [torch.ones(self.engine.spec.num_envs, weight.shape[1]) for weight in weights]
+        network, hosts = self.client.agent.network, self.engine.spec.num_envs
+        numbers = dict.fromkeys(("host_net", "trunk_others", "trunk_op", "head_op", "value_net"), hosts)
+        numbers["seed_net"] = network.num_slots * network.num_blueprints
+        weights, rows = [], []
+        for name, weight in network.named_parameters():
+            if weight.dim() == 2:
+                number = numbers.get(name.split(".")[0], hosts * network.num_slots)
+                weights.append(weight)
+                rows.append(torch.ones(hosts if name.endswith("others_weight") else number, weight.shape[1]))
 
         def products() -> None:
             for row, weight in zip(rows, weights, strict=True):

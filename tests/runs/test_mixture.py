@@ -65,13 +65,8 @@ def test_tasks_take_turns_and_every_round_trains_the_one_policy(undisturbed: Pat
     assert len(set(scales)) == 3  # that of the returns is the only thing that a task has for itself
 
 
-def test_equal_trainings_are_equal_byte_for_byte(undisturbed: Path, tmp_path: Path) -> None:
-    train_mixture(configs(), tmp_path / "again", Interrupting())
-    assert contents(tmp_path / "again") == contents(undisturbed)
-
-
-@pytest.mark.parametrize(("every", "stopped_after"), [(1, 2), (2, 3)])
-def test_a_training_that_was_stopped_and_continued_ends_as_an_undisturbed_one(
+@pytest.mark.parametrize(("every", "stopped_after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
+def test_a_training_that_was_stopped_and_continued_ends_byte_for_byte_as_an_undisturbed_one(
     undisturbed: Path, tmp_path: Path, every: int, stopped_after: int
 ) -> None:
     path = tmp_path / "stopped"
@@ -105,13 +100,13 @@ def test_the_command_line_trains_over_several_tasks_and_says_what_to_do_next(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--num-envs", "3", "--episode-length", "6", "--workers", "1", *small_runs.FAST]
-    tasks = ["--task", "faulty_null", "--task", "one_slot"]
+    tasks = ["--task", "faulty_null", "--task", "faulty_null"]
     assert main(["train", "--rounds", "2", *tasks, *options]) == 2
     assert "several tasks train one policy: give --out, the folder to keep it in" in capfd.readouterr().err
     assert main(["train", "--rounds", "2", "--out", str(tmp_path / "mix"), *tasks, *options]) == 0
     out = capfd.readouterr().out
     policy = tmp_path / "mix" / POLICY
-    assert "esper: 2 tasks, 2 rounds: faulty_null, one_slot" in out
+    assert "esper: 2 tasks, 2 rounds: faulty_null, faulty_null" in out
     assert f"done: {policy}; compare it: esper evaluate {policy} --task faulty_null" in out
     assert main(["evaluate", str(policy), "--task", "faulty_null", "--num-envs", "1", "--episode-length", "4"]) == 0
 
@@ -123,7 +118,7 @@ def test_a_training_starts_from_a_policy_and_continues_without_its_file(undistur
 
     def train(path: Path, words: str = "never") -> Path | None:
         given = {**SIZES, "rounds": 2, "policy": str(start)}
-        return train_mixture([resolve(given | {"task": task}) for task in TASKS[1:]], path, Interrupting(words))
+        return train_mixture([resolve(given | {"task": task}) for task in TASKS[:2]], path, Interrupting(words))
 
     assert train(whole)
     assert train(stopped, "round 1/2") is None

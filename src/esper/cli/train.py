@@ -125,7 +125,9 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
     from esper.runs.training.mixture import train_mixture
 
     if command.out is None or command.architecture is not None:
-        raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no --architecture.")
+        raise ConfigError(
+            "several tasks train one policy: give --out, the folder to keep it in, and no --architecture."
+        )
     given = overrides(command, joined(command.set))
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
     file = train_mixture(configs, command.out, console)

@@ -261,8 +261,11 @@ def train_policy(
         out: folder to create; with one of an unfinished training and the same arguments, it is continued.
         rounds: of all tasks together.
         num_envs: networks of a round.
-        preset: as in `train`; so are reward, device, progress and settings.
-        reward: see there. device: see there. progress: see there. settings: see there.
+        preset: as in `train`.
+        reward: as in `train`.
+        device: as in `train`.
+        progress: whether to print.
+        settings: any key of the configuration.
 
     Returns:
         The file of the policy.

@@ -126,7 +126,7 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
 
     if command.out is None or command.architecture is not None:
         raise ConfigError(
-            "several tasks train one policy: give --out, the folder to keep it in, and no --architecture."
+            "several tasks train one policy: give --out, the folder that keeps it, and no --architecture."
         )
     given = overrides(command, joined(command.set))
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]

@@ -50,7 +50,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
-from esper.runs.training.checkpoint import read_state, write_state
+from esper.runs.state_file import read_state, write_state
 from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine

@@ -207,6 +207,9 @@ class ToyExecutor:
         self.costs = SeedCosts(
             seed_params=torch.full((num_slots, NUM_BLUEPRINTS), 5),
             gate_params=torch.full((num_slots,), 2),
+            seed_flops=torch.full((num_slots, NUM_BLUEPRINTS), 10),
+            gate_flops=torch.full((num_slots,), 4),
+            host_flops=torch.tensor(200),
             selectable=torch.arange(NUM_BLUEPRINTS) > 0,
         )
 

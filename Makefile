@@ -5,6 +5,7 @@
 #   make controller                   train a controller with the preset quickstart, in a new folder under runs/
 #   make learn                        train a controller that beats what a search finds, and compare it (18 minutes)
 #   make learn SEED=2                 the same with another seed
+#   make pretrained                   train the policy that comes with esper anew, with data files in $$ESPER_DATA (an hour)
 #   make test                         the default tests
 #   make test-shapes                  a sample of the tests that calls each part once, with the shapes in all signatures checked
 #   make check                        format, lint, types, import order and chains
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train controller learn test test-shapes test-slow test-compiled test-gpu check bench results
+.PHONY: setup train controller learn pretrained test test-shapes test-slow test-compiled test-gpu check bench results
 
 setup: $(STAMP)
 
@@ -53,6 +54,11 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \
 		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
 		--num-envs 128 --out $(FOUND)-evaluation
+
+pretrained: $(STAMP)
+	$(BIN)/esper train --preset learn --plugins scripts/pretraining.py $$($(BIN)/python scripts/pretraining.py) \
+		--num-envs 32 --rounds 360 --set schedule_rounds=360 ppo.final_inverse_temperature=3.0 --out runs/pretrained $(ARGS)
+	cp runs/pretrained/policy.safetensors src/esper/policies/pretrained.safetensors
 
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)

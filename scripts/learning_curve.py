@@ -186,8 +186,8 @@ def oracle(config: RunConfig, hosts: int) -> Score:
     seeds = len(null.best_schedule(*size)) // 2  # a GERMINATE and a FOSSILIZE each
     accuracy = np.array([null.best_schedule_value(*size, quality) for quality in best.quality.tolist()])
     fossils = seeds * null.params(script, best.blueprint, torch.zeros(hosts, dtype=torch.bool)).numpy()
-    host = np.full(hosts, script.host_params)
-    return interval((100.0 * objective_value(accuracy, fossils, host, config.reward)).tolist())
+    host, alone = np.full(hosts, script.host_params), np.ones(hosts)  # without a price of compute
+    return interval((100.0 * objective_value(accuracy, fossils, host, alone, config.reward)).tolist())
 
 
 def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> Run:

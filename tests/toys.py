@@ -43,7 +43,7 @@ def menu(num_slots: int, num_blueprints: int = NUM_BLUEPRINTS) -> Menu:
     """A menu of random numbers; those of a slot, and of a blueprint, do not depend on how many there are."""
     generator = torch.Generator().manual_seed(5)
     places = torch.rand(100, 8, generator=generator)[:num_slots]
-    seeds = torch.rand(100, 100, 11, generator=generator)[:num_slots, :num_blueprints]
+    seeds = torch.rand(100, 100, 12, generator=generator)[:num_slots, :num_blueprints]
     return Menu(places=places, seeds=seeds)
 
 
@@ -223,6 +223,9 @@ class ToyExecutor:
         self.costs = SeedCosts(
             seed_params=torch.full((num_slots, NUM_BLUEPRINTS), 5),
             gate_params=torch.full((num_slots,), 2),
+            seed_flops=torch.full((num_slots, NUM_BLUEPRINTS), 10),
+            gate_flops=torch.full((num_slots,), 4),
+            host_flops=torch.tensor(200),
             selectable=torch.arange(NUM_BLUEPRINTS) > 0,
             kinds=torch.zeros(num_slots, NUM_BLUEPRINTS, len(KINDS)),
         )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from esper.api.grow import load as load
     from esper.api.run import evaluate as evaluate
     from esper.api.run import train as train
+    from esper.api.run import train_policy as train_policy
     from esper.api.task import Task as Task
     from esper.api.task import register_task as register_task
     from esper.runs.growth import Budget as Budget
@@ -31,6 +32,7 @@ _HOME = {
     "Budget": "esper.runs.growth",
     "Task": "esper.api.task",
     "train": "esper.api.run",
+    "train_policy": "esper.api.run",
     "evaluate": "esper.api.run",
     "grow": "esper.api.grow",
     "load": "esper.api.grow",

@@ -69,6 +69,9 @@ def test_a_menu_by_hand():
     costs = SeedCosts(
         seed_params=torch.tensor([[0, 500, 70], [0, 2000, 70]]),
         gate_params=torch.tensor([3, 3]),
+        seed_flops=torch.tensor([[0, 900, 50], [0, 300, 50]]),
+        gate_flops=torch.tensor([6, 6]),
+        host_flops=torch.tensor(300),
         selectable=torch.tensor([False, True, False]),
         kinds=kinds,
     )
@@ -76,11 +79,11 @@ def test_a_menu_by_hand():
     root = math.sqrt(0.5)  # the slots are in the middle of the halves: cosines of 45 and 135 degrees and multiples
     same = [1 / 2, math.log(1001) / 16, math.log(60) / 6, 10 / 60]
     torch.testing.assert_close(menu.places, torch.tensor([[root, 0, -root, -1, *same], [-root, 0, root, -1, *same]]))
-    torch.testing.assert_close(menu.seeds[..., :-2], kinds)
-    sizes = torch.zeros(2, 3, 2)
-    sizes[0, 1] = torch.tensor([math.log(501) / 16, math.log(1.5)])
-    sizes[1, 1] = torch.tensor([math.log(2001) / 16, math.log(3.0)])
-    torch.testing.assert_close(menu.seeds[..., -2:], sizes)
+    torch.testing.assert_close(menu.seeds[..., : len(KINDS)], kinds)
+    sizes = torch.zeros(2, 3, 3)
+    sizes[0, 1] = torch.tensor([math.log(501) / 16, math.log(1.5), math.log(4.0)])
+    sizes[1, 1] = torch.tensor([math.log(2001) / 16, math.log(3.0), math.log(2.0)])
+    torch.testing.assert_close(menu.seeds[..., len(KINDS) :], sizes)
 
 
 def test_an_engine_describes_what_can_grow_in_each_of_its_slots_and_nothing_else():

@@ -15,7 +15,7 @@ from esper.runs.assembly.assemble import assemble
 from esper.runs.assembly.clients import LEARNED_FORMAT, read_learned, write_learned
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.evaluation.controllers import baseline, trained
-from esper.runs.training.checkpoint import write_state
+from esper.runs.state_file import write_state
 from esper.tasks.registry import registered, task_by_name
 from small_runs import contents, main
 

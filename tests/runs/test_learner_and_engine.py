@@ -15,7 +15,7 @@ from esper.runs.assembly.assemble import assemble, device_of, engine_of
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.training.checkpoint import state_digest
+from esper.runs.state_file import state_digest
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
 from esper.simic.rewards import MODES

@@ -13,7 +13,7 @@ from esper.leyline.errors import CheckpointError
 from esper.runs.assembly.clients import read_learned
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.training.checkpoint import read_state
+from esper.runs.state_file import read_state
 from esper.runs.training.mixture import METRICS, POLICY, STATE, train_mixture
 from esper.tasks.registry import register_task
 from esper.telemetry.progress import RunConsole

@@ -42,8 +42,9 @@ def candidate(*curves: list[float], price: float = 10.0, test: float = 0.0, foss
     measuring = 0.5 * cost
     measuring[1:][-1:] *= 4.0
     kept = stats(
-        committed_acc=val[-1], fossil_params=np.full(2, fossils), host_params=np.full(2, 1000), returns=val[-1] + 0.5
-    )
+        committed_acc=val[-1], fossil_params=np.full(2, fossils), host_params=np.full(2, 1000), returns=val[-1] + 0.5,
+        compute=np.full(2, price / 10.0),
+    )  # fmt: skip
     architecture = NORM if fossils else Architecture()
     return Outcome(
         name="x", stats=kept, test_acc=np.full(2, test), val=val, grown=(architecture,) * 2,
@@ -88,6 +89,11 @@ def test_a_race_spends_what_its_candidates_cost_until_they_stop_and_reads_the_te
     assert both.stats.committed_acc.tolist() == [60.0, 95.0]
     assert both.cost is not None
     assert both.cost.training.sum(axis=0).tolist() == [330.0, 330.0]
+    # J charges for the whole race; a host alone costs 10 in each of three steps
+    assert both.stats.compute.tolist() == pytest.approx([11.0, 11.0])
+    assert found.stats.compute.tolist() == pytest.approx([310 / 30, 130 / 30])
+    dear = replace(WEIGHTS, objective_flops_weight=50.0)
+    assert raced("portfolio", [one, other], dear).stats.committed_acc.tolist() == [60.0, 95.0]  # spent by then
 
 
 def test_the_price_of_parameters_decides_who_is_kept() -> None:

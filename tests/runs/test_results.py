@@ -49,6 +49,7 @@ def outcome(name: str, *committed: float, fossil_params: Sequence[int] = (0, 0))
         committed_acc=np.array(committed),
         fossil_params=np.resize(np.array(fossil_params), len(committed)),
         host_params=np.full(len(committed), 1000),
+        compute=np.ones(len(committed)),
         rollbacks=np.zeros(len(committed), dtype=np.int64),
     )
     return Outcome(name=name, stats=found, test_acc=np.array(committed) - 1.0, val=np.array([committed]))

@@ -13,16 +13,8 @@ from esper.leyline.errors import CheckpointError
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import run_shape
 from esper.runs.report import Cost
-from esper.runs.training.checkpoint import (
-    Header,
-    checkpoints,
-    load,
-    load_newest,
-    require_same_shape,
-    save,
-    set_aside,
-    state_digest,
-)
+from esper.runs.state_file import state_digest
+from esper.runs.training.checkpoint import Header, checkpoints, load, load_newest, require_same_shape, save, set_aside
 from esper.tasks.datasets.arrays import from_arrays
 from esper.tasks.losses import Classification
 

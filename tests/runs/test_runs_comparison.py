@@ -20,8 +20,9 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
 from esper.runs.evaluation.outcomes import run_controller
 from esper.runs.evaluation.results import Outcome
+from esper.runs.state_file import read_state, state_digest
 from esper.runs.training import best_host
-from esper.runs.training.checkpoint import BEST, checkpoints, load, read_state, state_digest
+from esper.runs.training.checkpoint import BEST, checkpoints, load
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.null import best_schedule_value

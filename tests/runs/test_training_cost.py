@@ -1,6 +1,7 @@
 """The cost of training and measuring hosts, counted by hand from reports."""
 
 import numpy as np
+import pytest
 from test_runs_report import step
 
 import tiny
@@ -22,8 +23,7 @@ def meter(
     hosts: int = 2, steps: int = 12, architectures: tuple[Architecture, ...] = (), share: float = 1.0
 ) -> CostMeter:
     engine = tiny.engine(hosts, steps)
-    params = engine.executor.costs.seed_params.numpy()
-    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, architectures, share)
+    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, engine.executor.costs, architectures, share)
 
 
 def report(t: int, seed: int | None = None, *, gate: int = 0, measured: tuple[bool, ...] = (False,)):
@@ -126,3 +126,6 @@ def test_the_cost_of_a_kept_network_is_that_of_its_export():
     assert cost.training.shape == cost.measuring.shape == (30, 2)
     assert (cost.training.sum(axis=0) > 30 * 40 * 3 * HOST).all()
     assert cost.steps[0].tolist() == [40 * 3 * HOST + 30 * HOST] * 2
+    # the state of the engine counts by the same rule, and so does J
+    relative = cost.training.sum(axis=0) / (30 * 40 * 3 * HOST)
+    assert stats.compute.tolist() == pytest.approx(relative.tolist(), rel=1e-6)

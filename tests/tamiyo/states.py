@@ -118,6 +118,7 @@ def random_hosts(g: torch.Generator, n: int) -> HostState:
         committed_acc=floats(100),
         cf_total=floats(10),
         host_params=count() + 1000,
+        compute=floats(80),
         last_op=torch.randint(0, 6, (n,), generator=g),
         last_success=torch.rand(n, generator=g) < 0.5,
         n_germinated=count(),

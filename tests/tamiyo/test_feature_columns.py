@@ -165,6 +165,7 @@ MOVED_BY_A_HOST = {
         (NOTHING, [0, 50]),
     ),
     "stabilized": (NOTHING, [0, 1]),
+    "compute": (NOTHING, [0.0, 20.5]),
     "segment": (NOTHING, [3]),
 }
 HISTORIES = {"loss_hist": 3, "acc_hist": 8}

@@ -76,6 +76,8 @@ def test_the_scripted_hosts_come_to_the_accuracies_of_their_formula():
     assert stats.committed_acc.tolist() == pytest.approx([24.920234, 22.559418], abs=1e-5)
     assert stats.growth.tolist() == [1.088, 1.0]  # 880 parameters on 10 000
     assert np.isnan(stats.val_acc).tolist() == [False, True]
+    # five passes of the seed, each 880 of 10 000 parameters, in six steps
+    assert stats.compute.tolist() == pytest.approx([1 + 5 * 0.088 / 6] * 2)
     # 100·J = 24.920234 - 3 ln(1.088) = 24.920234 - 0.253026
     found = objective_of(stats, RewardConfig(mode="sparse"))
     assert found.tolist() == pytest.approx([24.667208, 22.559418], abs=1e-5)
@@ -93,8 +95,8 @@ def test_the_noise_of_the_last_step_is_in_the_validation_accuracy_and_not_in_tha
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_j_is_accuracy_less_the_price_of_growth(kind):
-    columns = [np.array(x) for x in ([80.0, 80.0, 50.0], [0, 1000, 100], [1000, 1000, 50])]
+def test_j_is_accuracy_less_the_prices_of_growth_and_of_compute(kind):
+    columns = [np.array(x) for x in ([80.0, 80.0, 50.0], [0, 1000, 100], [1000, 1000, 50], [1.0, 4.0, 1.5])]
     given = columns if kind == "numpy" else [torch.from_numpy(x) for x in columns]
     # 0.03 ln 2 = 0.0207944; hosts count as 200 parameters at least: 0.03 ln 1.5 = 0.0121640
     found = objective_value(*given, RewardConfig())
@@ -102,3 +104,6 @@ def test_j_is_accuracy_less_the_price_of_growth(kind):
     dear = RewardConfig(objective_acc_weight=2.0, objective_growth_weight=0.1, rent_host_params_floor=100.0)
     # 0.1 ln 2 = 0.0693147 twice
     assert objective_value(*given, dear).tolist() == pytest.approx([1.6, 1.5306853, 0.9306853], abs=1e-7)
+    # half a point for each doubling: 0, 2 and log2 1.5 = 0.5849625 of them
+    found = objective_value(*given, RewardConfig(objective_flops_weight=0.5))
+    assert found.tolist() == pytest.approx([0.8, 0.7692056, 0.4849112], abs=1e-7)

@@ -283,7 +283,7 @@ def grow(
     given, makes them reproducible. Any other method is a controller, which grows `best_of` networks.
 
     A trained controller draws its operations from its policy, as in training and evaluation, by keys of `seed`: equal
-    arguments give equal networks. It may come from another task with as many slots in the same family of networks.
+    arguments give equal networks. It may come from any other task.
 
     Ctrl-C stops after the current step, and what has grown until then is given. A second one ends the work at once.
 

@@ -239,6 +239,58 @@ def train(
     return Run(path, None if isinstance(task, str) else spec, trust=True)
 
 
+def train_policy(
+    tasks: Sequence[AnyTask],
+    out: Path | str,
+    rounds: int = 200,
+    num_envs: int = 16,
+    *,
+    preset: str | None = None,
+    reward: str | None = None,
+    device: str | None = None,
+    progress: bool = True,
+    **settings: Any,  # noqa: ANN401 -- validated with the configuration
+) -> Path:
+    """Train one policy over several tasks, as `esper train` with several --task does.
+
+    The rounds take turns. The policy serves any network: `esper.grow(task, "OUT/policy.safetensors")` grows one by it,
+    and `esper.train(task, policy="OUT/policy.safetensors")` trains it further.
+
+    Args:
+        tasks: at least two, each as in `train`.
+        out: folder to create; with one of an unfinished training and the same arguments, it is continued.
+        rounds: of all tasks together.
+        num_envs: networks of a round.
+        preset: as in `train`.
+        reward: as in `train`.
+        device: as in `train`.
+        progress: whether to print.
+        settings: any key of the configuration.
+
+    Returns:
+        The file of the policy.
+
+    Raises:
+        ConfigError, RegistryError, DataError, CheckpointError: what is wrong, and how to continue.
+        KeyboardInterrupt: it was stopped; its text says how it goes on.
+    """
+    from esper.runs.training.mixture import train_mixture
+
+    if isinstance(tasks, str) or len(tasks) < 2:
+        raise ConfigError(f"tasks is {tasks!r}; give a list of at least two tasks, or train a run on one.")
+    values = given({"schedule_rounds": rounds, **settings}, rounds=rounds, num_envs=num_envs, preset=preset,
+                   reward=reward, device=device)  # fmt: skip
+    with ExitStack() as stack:
+        for task in tasks:
+            stack.enter_context(in_process(None if isinstance(task, str) else spec_of(task)))
+        names = [task if isinstance(task, str) else spec_of(task).name for task in tasks]
+        configs = [resolve({**values, "task": name}) for name in names]
+        file = train_mixture(configs, folder(out), console(progress))
+    if file is None:
+        raise Stopped(f"stopped; the same call continues with what {out} holds")
+    return file
+
+
 def evaluate(
     run: Run | Path | str | Sequence[Run | Path | str],
     *baselines: str,
@@ -260,7 +312,7 @@ def evaluate(
         run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
             controller, trained several times.
         baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
-        task: another task that the controller is transferred to, with as many slots.
+        task: another task that the controller is transferred to.
         episode_length: control steps; as in the run, or set by the task, if not given.
         num_envs: networks per controller and run.
         seed: of the networks; that of each run + 1,000,000 if not given, which is needed for several runs.

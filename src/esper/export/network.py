@@ -25,8 +25,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from esper.export import checking
 from esper.export.grown import (
@@ -47,6 +45,7 @@ from esper.export.grown import (
 )
 from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
+from esper.kasmina.parameters.flops import flops
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, remove, replacing_folder
@@ -308,6 +307,7 @@ class GrownNetwork:
         example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
         plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
         host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
+        args, kwargs = plain_.host.arguments(example)
         tokenizer, content = _tokenizer(dataset)
         description = Description(
             task=task.name,
@@ -320,7 +320,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops(plain_.module, plain_.host, example),
+            flops=flops(lambda: plain_.module(*args, **kwargs)),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
@@ -508,32 +508,6 @@ def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
 def _kind(tensor: Tensor | None) -> str:
     """Dtype and shape, for a message."""
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-BACKWARD = 2
-"""Forward passes that one backward pass counts as."""
-
-
-def flops(module: nn.Module, host: Host, example: Tensor) -> int:
-    """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
-
-    Those of attention are counted without its mask. `example` is a batch as hosts get it.
-    """
-    args, kwargs = host.arguments(example[:1])
-    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer; and with
-    # attention as matrix products, because it does not know the fused kernels of a CPU
-    known = {torch.ops.aten.mkldnn_rnn_layer: _flops_of_lstm}
-    counter = FlopCounterMode(display=False, custom_mapping=known)
-    with counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        module(*args, **kwargs)
-    return int(counter.get_total_flops())
-
-
-def _flops_of_lstm(
-    x: Sequence[int], of_inputs: Sequence[int], of_hidden: Sequence[int], *_: object, **__: object
-) -> int:
-    """Of one layer of nn.LSTM on a CPU, in one direction, from the shapes of its inputs [T, B, I] and weights."""
-    return 2 * x[0] * x[1] * (math.prod(of_inputs) + math.prod(of_hidden))
 
 
 def _host(spec: HostSpec, slots: Collection[str], example: Tensor) -> Host:

@@ -48,6 +48,8 @@ HAS_MODULE = frozenset({_S.GERMINATED, _S.TRAINING, _S.BLENDING, _S.HOLDING, _S.
 """Stages in which a slot owns a seed module; such a slot is *live*."""
 GROWING = HAS_MODULE - {_S.FOSSILIZED}
 """Live stages that are not permanent."""
+TRAINED = HAS_MODULE - {_S.GERMINATED}
+"""Stages in which a seed runs in a train pass."""
 COOLDOWN = frozenset({_S.PRUNED, _S.EMBARGOED, _S.RESETTING})
 BLENDED = frozenset({_S.BLENDING, _S.HOLDING, _S.FOSSILIZED})
 """Stages in which a seed may be active (alpha may be positive)."""

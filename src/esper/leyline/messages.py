@@ -71,7 +71,10 @@ class SlotState:
 
 @tensor_dataclass
 class HostState:
-    """The state of each host as a whole."""
+    """The state of each host as a whole.
+
+    `compute` are the FLOPs of its training so far, in steps of a host without seeds.
+    """
 
     val_acc: Float[Tensor, " N"]
     val_loss: Float[Tensor, " N"]
@@ -84,6 +87,7 @@ class HostState:
     committed_acc: Float[Tensor, " N"]
     cf_total: Float[Tensor, " N"]
     host_params: Int[Tensor, " N"]
+    compute: Float[Tensor, " N"]
     last_op: Int[Tensor, " N"]
     last_success: Bool[Tensor, " N"]
     n_germinated: Int[Tensor, " N"]
@@ -95,6 +99,10 @@ class HostState:
     stable_count: Int[Tensor, " N"]
     stabilized: Bool[Tensor, " N"]
     segment: Int[Tensor, " N"]
+
+    def relative_compute(self, t: int | Int[Tensor, ""], episode_length: int | Int[Tensor, ""]) -> Float[Tensor, " N"]:
+        """FLOPs of training over those of the host alone, if nothing but the host is trained after step `t`."""
+        return (self.compute + (episode_length - t)) / episode_length
 
 
 @tensor_dataclass
@@ -186,13 +194,17 @@ class Transitions:
 
 @tensor_dataclass
 class SeedCosts:
-    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen.
+    """What each blueprint and a gate cost by slot, and which blueprints may be chosen.
 
+    `seed_flops`, `gate_flops` and `host_flops` are floating-point operations of a forward pass of one example.
     `kinds` describes what the network of a blueprint is made of, see `kasmina.blueprints.description`.
     """
 
     seed_params: Int[Tensor, "S P"]
     gate_params: Int[Tensor, " S"]
+    seed_flops: Int[Tensor, "S P"]
+    gate_flops: Int[Tensor, " S"]
+    host_flops: Int[Tensor, ""]
     selectable: Bool[Tensor, " P"]
     kinds: Float[Tensor, "S P K"]
 
@@ -251,13 +263,14 @@ class KeptNetwork:
     """The result of an episode: each host with its fossilized seeds only, measured after the last step.
 
     `accuracy` (pp) and `loss` are those of the validation split. Hosts that were rolled back in the last step are
-    restored before.
+    restored before. `compute` are the FLOPs of its training, over those of a host that is trained without seeds.
     """
 
     accuracy: Float[Tensor, " N"]
     loss: Float[Tensor, " N"]
     fossil_params: Int[Tensor, " N"]
     host_params: Int[Tensor, " N"]
+    compute: Float[Tensor, " N"]
 
 
 @tensor_dataclass

@@ -33,12 +33,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from esper.export.grown import GrownSeed
-from esper.export.grown import plain as as_module
-from esper.export.network import BACKWARD, GrownNetwork
-from esper.export.network import flops as flops_of
-from esper.kasmina.hosts.host import Host
-from esper.kasmina.parameters.initialization import deterministic_build
+from esper.export.network import GrownNetwork
+from esper.kasmina.parameters.flops import BACKWARD
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH
@@ -50,7 +46,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
-from esper.runs.training.checkpoint import read_state, write_state
+from esper.runs.state_file import read_state, write_state
 from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
@@ -274,32 +270,22 @@ class Prices:
     """What architectures of a task cost in parameters and FLOPs."""
 
     def __init__(self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine) -> None:
-        task, example = config.task_spec(), dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        host, slots = task.host, engine.spec.slot_ids
-        assert host is not None, f"task {task.name!r} has no networks"
-        module = deterministic_build(lambda: host.build(slots, example))
-        assert isinstance(module, Host)
-        self._module, self._example, self._spec = module, example, engine.spec
-        (self._seed_params,) = host_read(engine.executor.costs.seed_params)
-        self._examples = (1 + BACKWARD) * training_bounds(task, dataset)[-1][1] + len(dataset.val)
-        self._added: dict[PlacedSeed, float] = {}
-        self.host_params, self._host_flops = int(engine.executor.host_params), self._flops_of([])
+        self._spec, costs = engine.spec, engine.executor.costs
+        self._seed_params, self._seed_flops, host = host_read(costs.seed_params, costs.seed_flops, costs.host_flops)
+        self._examples = (1 + BACKWARD) * training_bounds(config.task_spec(), dataset)[-1][1] + len(dataset.val)
+        self.host_params, self._host_flops = int(engine.executor.host_params), int(host)
 
-    def _flops_of(self, seeds: Sequence[GrownSeed]) -> float:
-        return float(flops_of(as_module(self._module, seeds).module, self._module, self._example))
+    def _of_seeds(self, table: np.ndarray, architecture: Architecture) -> int:
+        slots, names = self._spec.slot_ids, self._spec.blueprint_names
+        return int(sum(table[slots.index(seed.slot), names.index(seed.blueprint)] for seed in architecture.slots))
 
     def flops(self, architecture: Architecture) -> float:
         """Of one example in a forward pass."""
-        for seed in architecture.slots:
-            if seed not in self._added:
-                self._added[seed] = self._flops_of([GrownSeed(**asdict(seed))]) - self._host_flops
-        return self._host_flops + sum(self._added[seed] for seed in architecture.slots)
+        return float(self._host_flops + self._of_seeds(self._seed_flops, architecture))
 
     def params(self, architecture: Architecture) -> int:
         """Of the network with its seeds."""
-        slots, names = self._spec.slot_ids, self._spec.blueprint_names
-        own = (self._seed_params[slots.index(seed.slot), names.index(seed.blueprint)] for seed in architecture.slots)
-        return self.host_params + int(sum(own))
+        return self.host_params + self._of_seeds(self._seed_params, architecture)
 
     def of_step(self, flops: float) -> float:
         """FLOPs of a step of training and measuring, of a network with so many for one example."""

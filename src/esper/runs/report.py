@@ -59,7 +59,7 @@ def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
 
 def objective_of(stats: RolloutStats, weights: RewardConfig) -> np.ndarray:
     """100·J of the committed network of each host [N], independent of the reward of the run."""
-    return 100.0 * objective_value(stats.committed_acc, stats.fossil_params, stats.host_params, weights)
+    return 100.0 * objective_value(stats.committed_acc, stats.fossil_params, stats.host_params, stats.compute, weights)
 
 
 def round_line(
@@ -124,14 +124,15 @@ class RoundSoFar:
         """Fields for each of successive steps of one round; `seconds` is the time of each since the round began."""
         if reports[0].episode != self._episode:
             self._begin(reports[0].episode)
-        op, reason, live, committed, fossils, host, stage = (
+        op, reason, live, committed, fossils, host, compute, stage = (
             np.stack([getattr(report, name) for report in reports])
             for name in (
-                "effective_op", "panic_reason", "val_acc", "committed_acc", "committed_params", "host_params", "stage"
+                "effective_op", "panic_reason", "val_acc", "committed_acc", "committed_params", "host_params",
+                "compute", "stage",
             )
         )  # fmt: skip
         num_hosts, valid = op.shape[1], reason == 0
-        objective = 100.0 * objective_value(committed, fossils, host, self._weights)
+        objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
         means = (_means_of_known(values) for values in (objective, committed, live))

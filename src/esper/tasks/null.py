@@ -25,9 +25,9 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import (
     CANONICAL_ACTION,
-    HAS_MODULE,
     NUM_BUILTIN_BLUEPRINTS,
     TEMPO_TICKS,
+    TRAINED,
     AlphaMode,
     Head,
     LifecycleOp,
@@ -131,7 +131,7 @@ def tables(spec: NullSpec, device: torch.device) -> Tables:
         health=torch.tensor(spec.health, device=device),
         params=torch.tensor([int(params) for params in _by_index("params")], device=device),
         algorithm_factor=torch.tensor(spec.algorithm_factor, device=device),
-        has_module=torch.tensor(stages_mask(HAS_MODULE - {SeedStage.GERMINATED}), device=device),
+        has_module=torch.tensor(stages_mask(TRAINED), device=device),
         measured=torch.tensor(stages_mask(frozenset({SeedStage.TRAINING, SeedStage.BLENDING})), device=device),
     )
 

@@ -82,7 +82,7 @@ class VectorizedEngine:
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
         self._pending: PendingRead | None = None
-        self._observe: Phase = partial(phases.observe, config=config)
+        self._observe: Phase = partial(phases.observe, costs=executor.costs, config=config)
         self._execute: Phase = partial(phases.execute, costs=executor.costs, config=config)
         self._end_step: Phase = partial(phases.end_step, config=config)
         self._warmed_up = True
@@ -269,6 +269,7 @@ class VectorizedEngine:
             loss=measured.loss,
             fossil_params=(slots.params * fossils).sum(dim=1),
             host_params=self.state.hosts.host_params,
+            compute=self.state.hosts.relative_compute(self.spec.episode_length, self.spec.episode_length),
         )
 
     def test(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.conditions import legal_ops
-from esper.kasmina.rules.lifecycle import remember, rollback
+from esper.kasmina.rules.lifecycle import remember, rollback, training_cost
 from esper.kasmina.rules.slot_fields import ingest
 from esper.leyline.lifecycle import Head
 from esper.leyline.messages import (
@@ -83,6 +83,7 @@ def observe(
     penalty: Float[Tensor, " N"],
     t: Int[Tensor, ""],
     *,
+    costs: SeedCosts,
     config: EngineConfig,
 ) -> tuple[ObserveOutput, Measurements]:
     """Roll back hosts in panic to their snapshot; write the measurements of the others into the state.
@@ -92,6 +93,7 @@ def observe(
     """
     guards, judged = governor.check(state.governor, validated.loss, config.governor)
     panic, healthy = judged.panic, ~judged.panic
+    compute = state.hosts.compute + training_cost(state.slots, costs)  # spent, also where it is rolled back
     slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
     measured = Measurements(
         train_acc=trained.acc,
@@ -108,7 +110,7 @@ def observe(
     state = replace(
         state,
         slots=slots,
-        hosts=hosts,
+        hosts=replace(hosts, compute=compute),
         governor=governor.after_rollback(guards, panic),
         tally=count_rollback(state.tally, panic, penalty),
     )
@@ -217,6 +219,7 @@ def end_step(
         executed.ops,
         executed.ticks,
         verdict.governor,
+        compute=state.hosts.relative_compute(t, config.episode_length),
         num_coalitions=verdict.num_coalitions,
         effective_op=executed.effective_op,
         rolled_back=verdict.rolled_back,

@@ -123,10 +123,11 @@ class StepReport:
 
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate that
     a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
-    last reward it replaced. `params` are those of each seed, `host_params` [N] of the host. `breakdown` [N, M] and
-    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone, `op_prob` [N, 6] are the probabilities of
-    all, and `constrained` [N, 8] marks heads whose mask left out values. `measured_sets` [N, K, S] are the coalitions
-    that were measured, where `measured_valid` [N, K], and `measured_acc` [N, K] their accuracies.
+    last reward it replaced. `compute` [N] is relative (`HostState.relative_compute`). `params` are those of each seed,
+    `host_params` [N] of the host. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the
+    op alone, `op_prob` [N, 6] are the probabilities of all, and `constrained` [N, 8] marks heads whose mask left out
+    values. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
+    `measured_acc` [N, K] their accuracies.
     """
 
     episode: int
@@ -141,6 +142,7 @@ class StepReport:
     train_acc: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
+    compute: np.ndarray
     params: np.ndarray
     host_params: np.ndarray
     num_coalitions: np.ndarray
@@ -203,6 +205,7 @@ class RolloutStats:
         val_acc: live accuracy (pp), with all seeds as they stood in the last step; NaN for a host rolled back in it.
         committed_acc, committed_loss: validation accuracy (pp) and mean loss of the final network of every host
             (`KeptNetwork`); `fossil_params`, `host_params`, `fossilized` and `growth` describe the same network.
+        compute: FLOPs of training over those of training the host alone.
         ops: effective ops [N, 6]. refused: sampled ops without effect.
         flags: steps with each flag of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
@@ -215,6 +218,7 @@ class RolloutStats:
     val_acc: np.ndarray
     committed_acc: np.ndarray
     committed_loss: np.ndarray
+    compute: np.ndarray
     fossil_params: np.ndarray
     host_params: np.ndarray
     fossilized: np.ndarray
@@ -244,7 +248,7 @@ _STACKS = (
     ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "gate", "failed_checks"),
     ("has_gate", "germinated", "released", "keep", "rolled_back", "gate_passed"),
     ("alpha", "contribution", "gate_score"),
-    ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "reward", "value", "op_log_prob"),
+    ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "compute", "reward", "value", "op_log_prob"),
     ("effective_op", "panic_reason", "panic_strikes", "host_params", "num_coalitions"),
     ("panicked", "snapshot", "row_marked"),
 )
@@ -279,6 +283,7 @@ def step_outputs(
     ticks: TickEffects,
     verdict: GovernorVerdict,
     *,
+    compute: Float[Tensor, " N"],
     num_coalitions: Int[Tensor, " N"],
     effective_op: Int[Tensor, " N"],
     rolled_back: Bool[Tensor, "N S"],
@@ -290,6 +295,7 @@ def step_outputs(
     values = {
         **{name: getattr(slots, name) for name in (*_STACKS[0][:6], "has_gate", "alpha", "contribution")},
         **{name: getattr(hosts, name) for name in ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")},
+        "compute": compute,
         "gate": readings.gate,
         "failed_checks": readings.failed_checks,
         "germinated": ops.germinated,
@@ -392,16 +398,18 @@ def rollout_stats(
 ) -> RolloutStats:
     """The statistics of an episode: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
-    returns, (val_acc, committed_acc, committed_loss), counts, others, ops, flags, end, alpha, subsets = host_read(
-        tally.returns,
-        torch.stack((hosts.val_acc, kept.accuracy, kept.loss)),
-        torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
-        torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
-        tally.ops,
-        tally.flags,
-        torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
-        slots.alpha,
-        subset_acc,
+    returns, (val_acc, committed_acc, committed_loss, compute), counts, others, ops, flags, end, alpha, subsets = (
+        host_read(
+            tally.returns,
+            torch.stack((hosts.val_acc, kept.accuracy, kept.loss, kept.compute)),
+            torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
+            torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
+            tally.ops,
+            tally.flags,
+            torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
+            slots.alpha,
+            subset_acc,
+        )
     )
     return RolloutStats(
         episode=episode,
@@ -409,6 +417,7 @@ def rollout_stats(
         val_acc=val_acc,
         committed_acc=committed_acc,
         committed_loss=committed_loss,
+        compute=compute,
         **dict(zip(("fossilized", "contributing", "germinated", "pruned"), counts, strict=True)),
         **dict(zip(("rollbacks", "refused", "fossil_params", "host_params"), others, strict=True)),
         ops=ops,

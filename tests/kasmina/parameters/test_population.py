@@ -23,6 +23,7 @@ from user_networks import ResNet8
 CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
 EPISODE, T = 2, 4
 S = len(SLOTS)
+EXAMPLE = torch.zeros(1, 1, 6, 6)
 
 
 def mask(n, *places):
@@ -254,8 +255,9 @@ def shift() -> Iterator[int]:
 def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
     hosts = population(2)
     hosts.reset(EPISODE)
-    assert hosts.costs().seed_params[:, shift].tolist() == [2 * CHANNELS[slot] for slot in SLOTS]
-    assert bool(hosts.costs().selectable[shift])
+    costs = hosts.costs(EXAMPLE)
+    assert costs.seed_params[:, shift].tolist() == [2 * CHANNELS[slot] for slot in SLOTS]
+    assert bool(costs.selectable[shift])
     born(hosts, [(1, 0)], shift)
     layout = hosts.seed_kinds[4, shift].template.parameters
     grown = layout.unpack(hosts.seeds.params[S, : layout.total])
@@ -266,7 +268,7 @@ def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
 
 
 def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
-    costs = hosts.costs()
+    costs = hosts.costs(EXAMPLE)
     for s, slot in enumerate(SLOTS):
         for index in registry.selectable(HostFamily.CNN):
             module = registry.blueprint_at(index, HostFamily.CNN).build(CHANNELS[slot])
@@ -274,6 +276,12 @@ def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
     assert costs.selectable.nonzero().flatten().tolist() == list(registry.selectable(HostFamily.CNN))
     assert costs.gate_params.device == CPU
     assert costs.gate_params.tolist() == [4 * 8 + 16 + 1, 8 * 8 + 16 + 1, 4 * 8 + 16 + 1]
+    # two for each multiply-add: 3x3 convolutions of 1 to 4 and 4 to 8 channels and a linear layer; in r0c0 and r0c1 a
+    # seed sees 6x6 and 3x3 pixels, behind the pooling of the first block 3x3
+    assert int(costs.host_flops) == 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)
+    assert costs.seed_flops[:, CONV_LIGHT].tolist() == [2 * 9 * 36 * 16, 2 * 9 * 9 * 64, 2 * 9 * 9 * 16]
+    assert costs.seed_flops[:, NORM].tolist() == [0, 0, 0]
+    assert costs.gate_flops.tolist() == [2 * (4 * 8 + 8), 2 * (8 * 8 + 8), 2 * (4 * 8 + 8)]
 
 
 ADAMW = OptimizerSpec(kind="adamw")

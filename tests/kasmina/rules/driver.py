@@ -19,11 +19,12 @@ from esper.kasmina.rules.lifecycle import (
     remember,
     rollback,
     tick,
+    training_cost,
 )
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.messages import HostState, Measurements, SeedCosts, SlotState
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 CPU = torch.device("cpu")
 HOST_PARAMS = 1000
@@ -37,6 +38,9 @@ def seed_costs(num_slots: int) -> SeedCosts:
     return SeedCosts(
         seed_params=100 * (slot_S1 + 1) + blueprint_P,
         gate_params=7 * (torch.arange(num_slots) + 1),
+        seed_flops=1000 * (slot_S1 + 1) + 10 * blueprint_P,
+        gate_flops=50 * (torch.arange(num_slots) + 1),
+        host_flops=torch.tensor(4000),
         selectable=blueprint_P > 0,
         kinds=torch.zeros(num_slots, NUM_BLUEPRINTS, len(KINDS)),
     )
@@ -196,6 +200,7 @@ class Driver:
         seen = self.measure(t, began)
         slots, hosts, rolled_back = rollback(began, self.hosts, panic_N, self.memory)
         slots, hosts = ingest(slots, hosts, seen, t, ~panic_N)
+        hosts = replace(hosts, compute=hosts.compute + training_cost(began, self.costs))
         legal = legal_ops(slots, self.config)
         if chosen is None:
             chosen = everybody(num_envs, action()) if policy is None else policy(t, legal)

@@ -40,6 +40,7 @@ NEW_HOST = {
     "acc_hist": [NAN] * 5, "loss_hist": [NAN] * 5, "committed_acc": NAN, "cf_total": NAN,
     "last_op": WAIT, "last_success": True, "n_germinated": 0, "n_pruned": 0, "n_fossilized": 0, "n_contributing": 0,
     "best_acc": NAN, "plateau_count": 0, "stable_count": 0, "stabilized": False, "segment": 0,
+    "compute": 0.0,
 }  # fmt: skip
 
 

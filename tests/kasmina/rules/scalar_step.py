@@ -4,10 +4,13 @@ import dataclasses
 import math
 
 from scalar_rules import (
+    BLENDING,
     FOSSILIZE,
     FOSSILIZED,
     GROWING,
+    HOLDING,
     NAN,
+    TRAINING,
     WAIT,
     apply_op,
     missing,
@@ -71,9 +74,18 @@ def ingest_slot(slot, seen, t):
         slot["grad_ratio_ema"] = seen["grad_ratio"] if missing(ema) else 0.9 * ema + 0.1 * seen["grad_ratio"]
 
 
+def training_cost(host, costs):
+    flops = costs["host_flops"]
+    for s, slot in enumerate(host["slots"]):
+        if slot["stage"] in (TRAINING, BLENDING, HOLDING, FOSSILIZED):
+            flops += costs["seed_flops"][s][slot["blueprint"]] + costs["gate_flops"][s] * slot["has_gate"]
+    return flops / costs["host_flops"]
+
+
 def step(host, seen, act, t, panic, costs, cfg):
     """One control step. Returns (took effect, effective op)."""
     moved, requested, success = set(), None, False
+    host["compute"] += training_cost(host, costs)
     if panic:
         moved = rollback(host)
     else:

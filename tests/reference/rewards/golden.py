@@ -150,7 +150,7 @@ def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64
     """Rows side by side as the arguments of `compute_reward_batched`, without weights and mode."""
     arguments: dict[str, Tensor] = {}
     for field in fields(HostRow):
-        if field.name in ("deferred_pools", "potential_prev"):
+        if field.name in ("compute", "deferred_pools", "potential_prev"):
             continue
         values = [getattr(row, field.name) for row in rows]
         kind = {"int": torch.int64, "bool": torch.bool}.get(getattr(field.type, "__name__", ""), dtype)

@@ -111,9 +111,10 @@ def loss_reward(x: HostRow, config: RewardConfig) -> RowReward:
 
 
 def objective_worth(x: HostRow, w: RewardConfig, accuracy: float, params: float) -> float:
-    """Worth = weight * accuracy / 100 - weight * ln(1 + parameters relative to the host)."""
+    """Worth = weight * accuracy / 100 - weight * ln(1 + relative parameters) - weight * log2(relative FLOPs) / 100."""
     relative = params / max(x.host_params, w.rent_host_params_floor)
-    return w.objective_acc_weight * accuracy / 100 - w.objective_growth_weight * math.log1p(relative)
+    of_network = w.objective_acc_weight * accuracy / 100 - w.objective_growth_weight * math.log1p(relative)
+    return of_network - w.objective_flops_weight * math.log2(x.compute) / 100
 
 
 def objective_reward(x: HostRow, w: RewardConfig) -> RowReward:

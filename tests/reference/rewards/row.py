@@ -55,6 +55,7 @@ class HostRow:
     num_contributing: int = 0
     committed_acc: float = NAN
     fossilized_params: float = 0.0
+    compute: float = 1.0
     deferred_pools: tuple[DeferredPool, ...] = ()
     val_loss: float = NAN
     loss_delta: float = 0.0

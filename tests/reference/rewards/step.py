@@ -51,6 +51,7 @@ class HostStep:
     committed_acc: float = NAN
     cf_total: float = NAN
     host_params: int = 0
+    compute_of_seeds: float = 0.0
     n_contributing: int = 0
     slots: tuple[SlotRow, ...]
 
@@ -140,6 +141,7 @@ def row_of_step(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> Ho
         num_contributing=x.n_contributing,
         committed_acc=x.committed_acc,
         fossilized_params=float(sum(s.params for s in live if s.stage == SeedStage.FOSSILIZED)),
+        compute=1.0 + x.compute_of_seeds / x.max_epochs,
         deferred_pools=tuple(
             DeferredPool(scale=memo.deferred_scale, contribution=s.contribution)
             for s, memo in zip(x.slots, memory.slots, strict=True)

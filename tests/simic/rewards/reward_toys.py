@@ -147,6 +147,7 @@ def reward_inputs(hosts: list[HostStep], dtype=torch.float64) -> RewardInputs:
         empty_record(HostState, n, dtype=dtype),
         **{name: column(name) for name in measured_hosts},
         host_params=column("host_params", torch.int64),
+        compute=epoch + column("compute_of_seeds"),
         n_contributing=column("n_contributing", torch.int64),
         acc_hist=torch.tensor(hist, dtype=dtype),
     )
@@ -195,6 +196,7 @@ def random_hosts(count: int, slots: int, epoch: int, max_epochs: int, key: int) 
                 committed_acc=first.committed_acc,
                 cf_total=first.counterfactual_improvement,
                 host_params=int(first.host_params),
+                compute_of_seeds=first.effective_seed_params if first.effective_seed_params >= 0 else 0.0,
                 n_contributing=first.num_contributing,
                 slots=tuple(
                     SlotRow(

@@ -60,6 +60,7 @@ def test_the_loss_presets_differ_where_their_tasks_do():
         ("improvement_safe_threshold", 0.0),
         ("fossilize_quality_ceiling", 0.0),
         ("free_slots", -1),
+        ("objective_flops_weight", -0.1),
     ],
 )
 def test_an_impossible_number_is_refused_by_name(name, value):

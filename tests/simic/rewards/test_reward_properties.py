@@ -77,19 +77,22 @@ def test_a_prune_pays_back_what_the_shaping_lent(path, mode):
 accuracies = st.lists(st.floats(5, 95), min_size=2, max_size=25)
 
 
-def objective_episode(values, committed, grown, fossilized):
-    """Rewards and potential terms of one host with the measurements of `values`, and the J it should get."""
-    reward, steps = make_reward("objective"), len(values)
+def objective_episode(values, committed, grown, fossilized, price=0.0):
+    """Rewards and potential terms of one host with the measurements of `values`, and the J it should get.
+
+    In step t its seeds have cost the FLOPs of t / 8 steps of the host.
+    """
+    reward, steps = make_reward("objective", RewardConfig(objective_flops_weight=price)), len(values)
     state, rewards, shaping = reward.initial_state(1, 2, steps, CPU), [], []
     fossil = SlotRow(stage=7, prev_stage=6, age=9, alpha=1.0, params=fossilized)
     for t, value in enumerate(values, start=1):
         growing = SlotRow(stage=3, prev_stage=2, age=t, params=grown * t)
         given_host = HostStep(epoch=t, max_epochs=steps, op=0, target=0, val_acc=value, committed_acc=committed,
-                              host_params=6418, slots=(fossil, growing))  # fmt: skip
+                              host_params=6418, compute_of_seeds=t / 8, slots=(fossil, growing))  # fmt: skip
         out, state = reward.step(reward_inputs([given_host]), state)
         rewards.append(out.total.item())
         shaping.append(out.breakdown[0, 0].item())
-    worth = committed / 100 - 0.03 * math.log(1 + fossilized / 6418)
+    worth = committed / 100 - 0.03 * math.log(1 + fossilized / 6418) - price / 100 * math.log2(9 / 8)
     return rewards, shaping, worth
 
 
@@ -98,9 +101,9 @@ def discounted(values):
 
 
 @few
-@given(accuracies, st.floats(0, 100), st.integers(0, 900), st.integers(0, 50_000))
-def test_the_objective_pays_its_value_discounted_once_whatever_was_measured_before(values, committed, grown, fossil):
-    rewards, shaping, worth = objective_episode(values, committed, grown, fossil)
+@given(accuracies, st.floats(0, 100), st.integers(0, 900), st.integers(0, 50_000), st.floats(0, 9))
+def test_the_objective_pays_its_value_discounted_once_whatever_was_before(values, committed, grown, fossil, price):
+    rewards, shaping, worth = objective_episode(values, committed, grown, fossil, price)
     assert discounted(shaping) == pytest.approx(0, abs=1e-10)
     assert discounted(rewards) == pytest.approx(GAMMA ** (len(values) - 1) * worth, abs=1e-10)
 

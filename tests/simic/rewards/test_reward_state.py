@@ -42,7 +42,8 @@ def one_step(given, mode="shaped", state=None, **numbers):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_step_and_scalar_reference_agree_on_terms_and_memory_through_an_episode(mode):
-    reward, config, count, slots = make_reward(mode), RewardConfig(mode=mode), 40, 3
+    config, count, slots = RewardConfig(mode=mode, objective_flops_weight=2.0), 40, 3
+    reward = make_reward(mode, config)
     state = reward.initial_state(count, slots, STEPS, CPU)
     memories = [fresh_memory(slots) for _ in range(count)]
     for epoch in range(1, STEPS + 1):

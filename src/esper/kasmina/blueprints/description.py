@@ -6,8 +6,7 @@ Shape legend: S = slots, B = blueprints, K = `KINDS`.
 import math
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from esper.kasmina.blueprints.layers import CausalAttention
 from esper.leyline.messages import Menu, SeedCosts
@@ -54,11 +53,7 @@ def menu_of(costs: SeedCosts, host_params: int, *, episode_length: int, min_trai
     same = [1.0 / slots, math.log1p(host_params) / _LOG_PARAMS, math.log(episode_length) / _LOG_STEPS,
             min(1.0, min_training_epochs / episode_length)]  # fmt: skip
     places = torch.cat((waves, torch.tensor(same, device=device).expand(slots, -1)), dim=1)
-    params = costs.seed_params.to(torch.float32)
-    sizes = torch.stack((params.log1p() / _LOG_PARAMS, (params / max(1, host_params)).log1p()), dim=-1)
-    return Menu(places=places, seeds=torch.cat((costs.kinds, _known(sizes, costs)), dim=-1))
-
-
-def _known(sizes: Float[Tensor, "S B 2"], costs: SeedCosts) -> Float[Tensor, "S B 2"]:
-    """0 for blueprints that cannot be chosen."""
-    return sizes * costs.selectable[:, None]
+    params, flops = costs.seed_params.to(torch.float32), costs.seed_flops.to(torch.float32)
+    relative = params / max(1, host_params), flops / costs.host_flops.clamp(min=1)
+    sizes = torch.stack((params.log1p() / _LOG_PARAMS, *(share.log1p() for share in relative)), dim=-1)
+    return Menu(places=places, seeds=torch.cat((costs.kinds, sizes * costs.selectable[:, None]), dim=-1))

@@ -24,6 +24,7 @@ from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
+from esper.kasmina.parameters.flops import flops
 from esper.kasmina.parameters.initialization import (
     Builds,
     InitTable,
@@ -378,6 +379,16 @@ def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
     return layout.pack({spec.name: values[spec.name] for spec in layout.tensors}), bool(drawn)
 
 
+def _flops_of(kind: Kind, features: Features) -> int:
+    """FLOPs of a forward pass of one example of these features."""
+
+    def find() -> int:
+        module = deterministic_build(kind.build).eval()
+        return flops(lambda: _run_once(module, torch.zeros(1, *features)))
+
+    return once(kind.source, features, "flops", find)
+
+
 GATE_BLOCK = 2**31
 """First random block of a gate, beyond those of any seed."""
 REBUILD_BLOCK = 2**30
@@ -425,7 +436,7 @@ class Population:
         self.host_params, self._frozen = count_params(host, host.frozen), digest(host)
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
-        shapes = {point.slot_id: host.features(point) for point in self.points}
+        self._shapes = shapes = {point.slot_id: host.features(point) for point in self.points}
         self.features = {
             channels: tuple({shapes[point.slot_id]: None for point in self.points if point.channels == channels})
             for channels in {point.channels: None for point in self.points}
@@ -467,10 +478,10 @@ class Population:
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
         return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
-    def costs(self) -> SeedCosts:
-        """Parameters of each seed and gate by slot, and the selectable blueprints."""
+    def costs(self, example: Tensor) -> SeedCosts:
+        """What seeds and gates cost by slot, and which may be chosen; `example` [1, ...] is an input of the host."""
         num = registry.num_blueprints()
-        params = torch.zeros(self.num_slots, num, dtype=torch.int64)
+        params, flops_ = (torch.zeros(self.num_slots, num, dtype=torch.int64) for _ in range(2))
         selectable = torch.zeros(num, dtype=torch.bool)
         kinds = torch.zeros(self.num_slots, num, len(KINDS))
         for index in dict.fromkeys(index for _, index in self.seed_kinds):
@@ -479,13 +490,22 @@ class Population:
                 kind = self.seed_kinds[point.channels, index]
                 params[s, index] = kind.template.parameters.num_params
                 kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
-        gates = torch.tensor([num_gate_params(point.channels) for point in self.points])
-        return SeedCosts(
-            seed_params=params.to(self.device),
-            gate_params=gates.to(self.device),
-            selectable=selectable.to(self.device),
-            kinds=kinds.to(self.device),
+                flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id])
+        gates = [self.gate_kinds[point.channels] for point in self.points]
+        of_gates = [
+            _flops_of(kind, self._shapes[point.slot_id]) for kind, point in zip(gates, self.points, strict=True)
+        ]
+        host = deterministic_build(self.host_kind.build).eval()
+        costs = SeedCosts(
+            seed_params=params,
+            gate_params=torch.tensor([num_gate_params(point.channels) for point in self.points]),
+            seed_flops=flops_,
+            gate_flops=torch.tensor(of_gates),
+            host_flops=torch.tensor(flops(lambda: _run_once(host, example, lambda slot_id, h: h))),
+            selectable=selectable,
+            kinds=kinds,
         )
+        return tree_map(lambda x: x.to(self.device), costs)
 
     def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int, *, trains: bool = True) -> Draws:
         """The random numbers of one pass over the data for the seeds in one slot of some hosts (row numbers).

@@ -420,6 +420,17 @@ def feedback(
     return hosts, success, effective
 
 
+def training_cost(slots: SlotState, costs: SeedCosts) -> Float[Tensor, " N"]:
+    """FLOPs of a step of training these hosts and their seeds, hidden ones too, in steps of a host without seeds.
+
+    A backward pass counts as two forward passes in all of them, so it cancels.
+    """
+    columns = numbers(slots.stage.shape[1], slots.stage.device)
+    runs = (slots.stage >= _S.TRAINING) & (slots.stage <= _S.FOSSILIZED)
+    seeds = costs.seed_flops[columns, slots.blueprint.clamp(min=0)] + costs.gate_flops * slots.has_gate
+    return 1.0 + (seeds * runs).sum(dim=1) / costs.host_flops.clamp(min=1)
+
+
 def with_fossils(
     slots: SlotState,
     hosts: HostState,

@@ -71,6 +71,7 @@ _HOST_EMPTY: dict[str, tuple[torch.dtype, float]] = {
     **dict.fromkeys(("committed_acc", "cf_total", "best_acc"), (_FLOAT, _NAN)),
     **dict.fromkeys(("n_germinated", "n_pruned", "n_fossilized", "n_contributing", "host_params"), (_INT, 0)),
     **dict.fromkeys(("plateau_count", "stable_count", "segment"), (_INT, 0)),
+    "compute": (_FLOAT, 0.0),
     "last_op": (_INT, LifecycleOp.WAIT),
     "last_success": (_BOOL, True),
     "stabilized": (_BOOL, False),

@@ -11,7 +11,7 @@ from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import StateTree
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.training.checkpoint import read_state, write_state
+from esper.runs.state_file import read_state, write_state
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled

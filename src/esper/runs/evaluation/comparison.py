@@ -10,7 +10,7 @@ Every controller meets the same groups, so that all differences are paired.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
+from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.memory import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
@@ -423,17 +424,21 @@ class _Place:
     dataset: Dataset | None
     device: torch.device
 
+    @cached_property
+    def engine(self) -> VectorizedEngine:
+        """An engine for one of them, to describe them."""
+        config = self.config.engine(run_seed=self.group.seed, num_envs=1)
+        return engine_of(self.config, self.dataset, self.device, engine_config=config)
+
     def spec(self, num_envs: int) -> EngineSpec:
         """The description of an engine for `num_envs` of them."""
-        config = self.config.engine(run_seed=self.group.seed, num_envs=1)
-        spec = engine_of(self.config, self.dataset, self.device, engine_config=config).spec
-        return replace(spec, num_envs=num_envs)
+        return replace(self.engine.spec, num_envs=num_envs)
 
     def meter(self, structures: Sequence[Architecture]) -> CostMeter:
         """Of hosts with these structures, one each."""
         assert self.dataset is not None, "only networks are measured"
-        spec, task = self.spec(len(structures)), self.config.task_spec()
-        return CostMeter(task, self.dataset, spec, np.zeros((spec.num_slots, spec.num_blueprints)), structures)
+        spec, costs = self.spec(len(structures)), self.engine.executor.costs
+        return CostMeter(self.config.task_spec(), self.dataset, spec, costs, structures)
 
 
 def _place(group: Group) -> _Place:

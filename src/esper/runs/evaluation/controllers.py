@@ -43,13 +43,8 @@ from esper.runs.assembly.values import plain
 from esper.runs.evaluation.results import COMMON, RACES, REFERENCE, SEARCHED, TRAINED
 from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
-from esper.runs.training.checkpoint import (
-    BEST,
-    checkpoints,
-    load,
-    load_newest,
-    state_digest,
-)
+from esper.runs.state_file import state_digest
+from esper.runs.training.checkpoint import BEST, checkpoints, load, load_newest
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
 from esper.tamiyo.policy_files import is_policy_file

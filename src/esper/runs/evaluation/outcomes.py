@@ -4,8 +4,8 @@
                 (a backward pass counts as two forward passes, also through frozen layers)
     measuring = sum over steps: validation examples * sum over coalitions (host + the seeds that are on)
 
-One forward pass is counted in floating-point operations, as in exported networks: matrix products and convolutions, a
-multiply-add as two. Executors that share work between coalitions do less than `measuring`.
+One forward pass is counted in floating-point operations, as everywhere (`kasmina.parameters.flops`). Executors that
+share work between coalitions do less than `measuring`.
 
 Outcomes are kept in a folder, so that an interrupted comparison can be continued:
 
@@ -31,16 +31,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.export.grown import GrownSeed
-from esper.export.grown import plain as as_module
-from esper.export.network import BACKWARD, flops
-from esper.kasmina.hosts.host import Host
-from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.flops import BACKWARD
 from esper.leyline.architecture import Architecture, architecture_arrays, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
-from esper.leyline.lifecycle import Algorithm, SeedStage
-from esper.leyline.messages import EngineSpec
+from esper.leyline.lifecycle import TRAINED, Algorithm, SeedStage
+from esper.leyline.messages import EngineSpec, SeedCosts
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig
@@ -50,11 +46,11 @@ from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
 from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tasks.registry import TaskSpec
+from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import training_bounds
+from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
-
-_TRAINED = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
 
 
 @final
@@ -63,7 +59,7 @@ class CostMeter:
 
     Args:
         task: of the hosts. dataset: their data. spec: of the engine.
-        seed_params: parameters of each blueprint by slot [S, P], from the executor.
+        costs: of seeds and gates, from the executor.
         architectures: the architecture that each host has from the first step, if any.
         measured_share: of the validation examples, in each step.
     """
@@ -73,19 +69,15 @@ class CostMeter:
         task: TaskSpec,
         dataset: Dataset,
         spec: EngineSpec,
-        seed_params: np.ndarray,
+        costs: SeedCosts,
         architectures: Sequence[Architecture] = (),
         measured_share: float = 1.0,
     ) -> None:
-        host = task.host
-        assert host is not None, f"task {task.name!r} has no networks"
-        self._spec, self._seed_params = spec, seed_params
-        self._example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        module = deterministic_build(lambda: host.build(spec.slot_ids, self._example))
-        assert isinstance(module, Host), f"{type(module).__name__} is not a host"
-        self._module = module
-        self._added = np.full((spec.num_slots, spec.num_blueprints, 2), np.nan)  # filled when a seed is first met
-        self.host = flops(as_module(module, []).module, module, self._example)
+        self._spec = spec
+        self._seed_params, self._seed_flops, self._gate_flops, host = host_read(
+            costs.seed_params, costs.seed_flops, costs.gate_flops, costs.host_flops
+        )
+        self._columns, self.host = np.arange(spec.num_slots), float(host)
         self._train = training_bounds(task, dataset)[-1][1]
         self._val_N = np.full(spec.num_envs, len(dataset.val))
         if task.instances is not None:
@@ -104,16 +96,8 @@ class CostMeter:
 
         Float64; 0 where none is `present`.
         """
-        hosts, slots = np.nonzero(present)
-        kinds = slots, blueprint[hosts, slots], gated[hosts, slots].astype(np.int64)
-        for s, b, gate in sorted({*zip(*(kind.tolist() for kind in kinds), strict=True)}):
-            if np.isnan(self._added[s, b, gate]):
-                algorithm = Algorithm.GATE if gate else Algorithm.ADD
-                seed = GrownSeed(self._spec.slot_ids[s], self._spec.blueprint_names[b], algorithm.name)
-                grown = as_module(self._module, [seed]).module
-                self._added[s, b, gate] = flops(grown, self._module, self._example) - self.host
-        found = np.zeros(present.shape)
-        found[hosts, slots] = self._added[kinds]
+        added = self._seed_flops[self._columns, np.maximum(blueprint, 0)] + gated * self._gate_flops
+        found: np.ndarray = np.where(present, added, 0).astype(np.float64)
         return found
 
     def __call__(self, report: StepReport) -> None:
@@ -121,8 +105,8 @@ class CostMeter:
         self.training.append(self.of_structures / self._spec.episode_length)
         on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
         self.measuring.append(self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1))
-        present = np.isin(report.stage, _TRAINED)
-        without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
+        present = np.isin(report.stage, tuple(TRAINED))
+        without_gate = self._seed_params[self._columns, np.maximum(report.blueprint, 0)]
         self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
 
     @property
@@ -199,6 +183,9 @@ def run_controller(
         task = replace(task, host=controller.host)
     if repetition and task.instances is not None:
         task = replace(task, instances=Again(task.instances, run_seed))
+    own = None  # what a wider host is charged against
+    if controller.host is not None:
+        own = engine_of(config, dataset, device, engine_config=config.engine(run_seed=run_seed, num_envs=1)).executor
     meter: CostMeter | None = None
     val_TN = list[np.ndarray]()
 
@@ -220,16 +207,15 @@ def run_controller(
     client = controller.make(engine.spec)
     engine.architectures = architectures
     if dataset is not None:
-        (seed_params,) = host_read(engine.executor.costs.seed_params)
         share = config.lifecycle.measured_share
-        meter = CostMeter(task, dataset, engine.spec, seed_params, architectures, share)
+        meter = CostMeter(task, dataset, engine.spec, engine.executor.costs, architectures, share)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None
     (test_acc,) = host_read(engine.test())
     return Outcome(
         name=controller.name,
-        stats=_charged(stats, config) if controller.host is not None else stats,
+        stats=_charged(stats, engine, own) if own is not None else stats,
         test_acc=test_acc,
         val=np.stack(val_TN),
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
@@ -238,15 +224,19 @@ def run_controller(
     )
 
 
-def _charged(stats: RolloutStats, config: RunConfig) -> RolloutStats:
-    """Results of a wider host, whose additional parameters are charged like grown ones."""
-    host = config.task_spec().host
-    assert host is not None, "only networks can be widened"
-    own = np.full_like(stats.host_params, host.num_params())
-    return replace(stats, host_params=own, fossil_params=stats.fossil_params + stats.host_params - own)
+def _charged(stats: RolloutStats, engine: VectorizedEngine, own: Executor) -> RolloutStats:
+    """Results of a wider host, whose additional parameters and FLOPs are charged like those of seeds."""
+    wide, narrow = host_read(engine.executor.costs.host_flops, own.costs.host_flops)
+    params = np.full_like(stats.host_params, own.host_params)
+    return replace(
+        stats,
+        host_params=params,
+        fossil_params=stats.fossil_params + stats.host_params - params,
+        compute=stats.compute * np.float32(wide / max(narrow, 1)),
+    )
 
 
-FORMAT = 4
+FORMAT = 5
 REPORT, PICTURE, OUTCOMES = "evaluation.json", "compute", "outcomes"
 _IRRELEVANT = frozenset(
     {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}

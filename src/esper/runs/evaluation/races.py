@@ -11,6 +11,7 @@ read for that one alone. Hosts do not influence each other and every draw is key
 stops at a rung is one that was run to its end and is read as far as the rung. So every candidate is run once, and any
 race over it is computed from its curve. Its FLOPs are those of training until it stops, and of measuring it where the
 race looks at it: at the rungs and at the end. A controller is measured in every step, because it looks at every one.
+The price of compute in J is that of the whole race; what it chooses by has none, because all is spent by then.
 
 Shape legend: N = hosts, T = steps, K = all candidates, C = those of a race, R = its rungs and the end, B = races.
 """
@@ -44,8 +45,9 @@ from esper.tolaria.state import RolloutCost
 class Curves:
     """Structures on the same hosts that are there from step 1 on.
 
-    100·J by validation after each step (after the last one of the network that is kept), the FLOPs of training in each
-    step, and those of measuring once: in step 1, because in the last step every subset of seeds is measured too.
+    100·J by validation, without the price of compute, after each step (after the last one of the network that is kept),
+    the FLOPs of training in each step, and those of measuring once: in step 1, because in the last step every subset of
+    seeds is measured too.
     """
 
     worth: Float[np.ndarray, "K T N"]
@@ -62,7 +64,8 @@ class Curves:
             val = np.nan_to_num(
                 np.concatenate((outcome.val[:-1], stats.committed_acc[None])).astype(np.float64), nan=0.0
             )
-            worth.append(100.0 * objective_value(val, stats.fossil_params, stats.host_params, weights))
+            alone = np.ones_like(stats.compute)
+            worth.append(100.0 * objective_value(val, stats.fossil_params, stats.host_params, alone, weights))
             costs.append(outcome.cost)
         return cls(
             worth=np.stack(worth),
@@ -138,6 +141,8 @@ def raced(
     arrays: dict[str, Any] = {
         of: kept([getattr(one, of) for one in stats]) for of, x in own.items() if isinstance(x, np.ndarray)
     }
+    training = (curves.training * ran_CTN).sum(axis=0)
+    arrays["compute"] = stats[0].compute * training.sum(axis=0) / costs[0].training.sum(axis=0)
     return Outcome(
         name=name,
         stats=replace(stats[0], **arrays, cost=_together([one.cost for one in stats])),
@@ -146,7 +151,7 @@ def raced(
         grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
         cost=TrainingCost(
             per_example=kept([cost.per_example for cost in costs]),
-            training=(curves.training * ran_CTN).sum(axis=0),
+            training=training,
             measuring=(measuring_CTN * ran_CTN).sum(axis=0),
         ),
     )

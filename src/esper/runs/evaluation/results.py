@@ -11,7 +11,7 @@ hosts.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -22,7 +22,6 @@ from esper.leyline.architecture import Architecture
 from esper.leyline.objective import Objective
 from esper.runs.evaluation.tables import counted, short
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
-from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.losses import perplexity
@@ -253,13 +252,12 @@ def host_figures(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str
         stats = outcome.stats
         missing = np.full(stats.growth.shape, np.nan)
         cost = outcome.cost or TrainingCost(missing, missing[None], missing[None])
-        accuracy = outcome.test_acc.astype(np.float64)
         return {
             "objective": objective_of(stats, weights),
             "committed": stats.committed_acc,
             "loss": stats.committed_loss,
             "test": outcome.test_acc,
-            "test_objective": 100.0 * objective_value(accuracy, stats.fossil_params, stats.host_params, weights),
+            "test_objective": objective_of(replace(stats, committed_acc=outcome.test_acc.astype(np.float64)), weights),
             "growth": stats.growth,
             "shaped_return": stats.returns,
             "flops": cost.per_example,

@@ -21,7 +21,8 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
-from esper.runs.training.checkpoint import load_newest, read_state, write_state
+from esper.runs.state_file import read_state, write_state
+from esper.runs.training.checkpoint import load_newest
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.datasets import Dataset
 from esper.telemetry.run_directory import CHECKPOINTS, continuing

@@ -5,11 +5,9 @@
     checkpoints/best.safetensors                   after the ten rounds with the highest mean J; never deleted
     checkpoints/best-host.safetensors              see best_host.py
 
-A file holds every tensor by dotted name; its metadata hold the header as JSON, and the SHA-256 of both. Nothing is ever
-unpickled.
+A file holds every tensor by dotted name (`state_file`); its metadata hold the header as JSON.
 """
 
-import hashlib
 import json
 import re
 import secrets
@@ -18,16 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.files import draft_of, is_draft, remove, sync
+from esper.leyline.files import is_draft, remove
 from esper.runs.report import Cost
+from esper.runs.state_file import read_state, write_state
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.run_directory import continuing
 
 KEEP = 3
 BEST = "best.safetensors"
@@ -82,44 +77,6 @@ class Checkpoint:
     path: Path
     header: Header
     state: dict[str, Tensor]
-
-
-def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Write tensors, and JSON values about them, to a file as a whole.
-
-    Raises:
-        CheckpointError: it cannot be written; a file of this name is untouched.
-    """
-    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in state.items()}
-    text, draft = json.dumps(about), draft_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = {"about": json.dumps([_digest(text, tensors), text])}  # one key: safetensors orders several at random
-        save_file(tensors, draft, written)
-        sync(draft)
-        draft.rename(path)
-        sync(path.parent)
-    except (OSError, SafetensorError) as error:
-        draft.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then continue with "
-            f"{continuing(path.parent.parent)}."
-        ) from error
-
-
-def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write_state` wrote; raises CheckpointError that says what is damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
-        digest, text = json.loads(metadata["about"])
-        about = json.loads(text)
-        if _digest(text, state) != digest:
-            raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    return about, state
 
 
 def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: bool = False) -> Path:
@@ -196,17 +153,3 @@ def require_same_shape(found: Mapping[str, Any], expected: Mapping[str, Any], pa
 
 def _short(value: object) -> str:
     return "nothing" if value is None else json.dumps(value)
-
-
-def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sorted by name."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _digest(text: str, state: Mapping[str, Tensor]) -> str:
-    return hashlib.sha256(f"{text}|{state_digest(state)}".encode()).hexdigest()

@@ -22,7 +22,7 @@ from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
 from esper.runs.assembly.run_config import RunConfig, fingerprint
 from esper.runs.report import objective_of
-from esper.runs.training.checkpoint import read_state, write_state
+from esper.runs.state_file import read_state, write_state
 from esper.runs.training.signals import stop_signals
 from esper.simic.client import SimicClient
 from esper.telemetry.progress import RunConsole, duration, with_spread

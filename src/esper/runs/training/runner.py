@@ -25,6 +25,7 @@ from esper.runs.assembly.values import plain
 from esper.runs.evaluation import tables
 from esper.runs.records import Records, about_run
 from esper.runs.report import Cost
+from esper.runs.state_file import state_digest
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
 from esper.runs.training.checkpoint import (
@@ -35,7 +36,6 @@ from esper.runs.training.checkpoint import (
     require_same_shape,
     save,
     set_aside,
-    state_digest,
 )
 from esper.runs.training.signals import stop_signals
 from esper.simic.compilation import is_compiled

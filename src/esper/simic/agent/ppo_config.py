@@ -12,10 +12,10 @@ _Width = Annotated[int, Field(ge=1, le=8192)]
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Settings of PPO; the defaults suit 16 hosts and a network of width 128.
+    """Settings of PPO; the defaults suit 16 hosts.
 
     Attributes:
-        feature_width, hidden_width, num_layers: size of the policy network.
+        feature_width, hidden_width, num_layers: size of the policy network, for each slot.
         gae_lambda: decay of the advantage trace; the discount is `rewards.reward_config.GAMMA`.
         clip_coef: epsilon; probability ratios are clipped to 1 +- epsilon.
         update_epochs: passes over the rollout per update. num_minibatches: per pass, at most N; each has whole rows.
@@ -35,8 +35,8 @@ class PPOConfig:
             RLOO and GRPO. 1: no copies.
     """
 
-    feature_width: _Width = 128
-    hidden_width: _Width = 128
+    feature_width: _Width = 64
+    hidden_width: _Width = 64
     num_layers: Annotated[int, Field(ge=1, le=16)] = 1
     gae_lambda: Share = 0.95
     clip_coef: Annotated[float, Field(gt=0, lt=1)] = 0.2

@@ -45,11 +45,17 @@ class ObjectiveReward:
         self._rollback_penalty = config.resolved("rollback_penalty")
 
     def worth(
-        self, accuracy: Float[Tensor, " N"], seed_params: Int[Tensor, " N"], host_params: Int[Tensor, " N"]
+        self,
+        accuracy: Float[Tensor, " N"],
+        seed_params: Int[Tensor, " N"],
+        host_params: Int[Tensor, " N"],
+        compute: Float[Tensor, " N"],
     ) -> Float[Tensor, " N"]:
         """J of such a network, float64; accuracy in percentage points, NaN counts as 0."""
         known = accuracy.to(torch.float64).nan_to_num(nan=0.0)
-        return objective_value(known, seed_params, host_params.to(torch.float64), self.config)
+        return objective_value(
+            known, seed_params, host_params.to(torch.float64), compute.to(torch.float64), self.config
+        )
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Potentials:
         """Carried state at the start of an episode."""
@@ -59,12 +65,13 @@ class ObjectiveReward:
     def step(self, inputs: RewardInputs, state: Potentials) -> tuple[RewardOutput, Potentials]:
         """Reward one step, in the dtype of the accuracies; all flags are False."""
         hosts, slots = inputs.hosts, inputs.slots
+        compute = hosts.relative_compute(inputs.epoch, inputs.max_epochs)
         if inputs.epoch == inputs.max_epochs:
             fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(1)
             potential = torch.zeros_like(state.last)
-            shaping, terminal = -state.last, self.worth(hosts.committed_acc, fossil_params, hosts.host_params)
+            shaping, terminal = -state.last, self.worth(hosts.committed_acc, fossil_params, hosts.host_params, compute)
         else:
-            potential = self.worth(hosts.val_acc, slots.params.sum(1), hosts.host_params)
+            potential = self.worth(hosts.val_acc, slots.params.sum(1), hosts.host_params, compute)
             shaping, terminal = GAMMA * potential - state.last, torch.zeros_like(state.last)
         breakdown = torch.stack((shaping, terminal), dim=1).to(hosts.val_acc.dtype)
         flags = torch.zeros(len(potential), 2, dtype=torch.bool, device=potential.device)
@@ -82,17 +89,23 @@ class ObjectiveReward:
 
     def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:
         """J of the network at the end of the episode."""
-        return self.worth(kept.accuracy, kept.fossil_params, kept.host_params).to(torch.float32)
+        return self.worth(kept.accuracy, kept.fossil_params, kept.host_params, kept.compute).to(torch.float32)
 
 
 A = TypeVar("A", np.ndarray, Tensor)
 
 
-def objective_value(accuracy: A, fossil_params: A, host_params: A, weights: RewardConfig) -> A:
+def objective_value(accuracy: A, fossil_params: A, host_params: A, compute: A, weights: RewardConfig) -> A:
     """J of each host [N]; `accuracy` in percentage points. Reports print 100·J, one unit per point of accuracy.
 
     J = accuracy weight · accuracy / 100 - growth weight · ln(1 + fossilized parameters / max(host parameters, floor))
+        - FLOPs weight · log2(compute) / 100
+
+    `compute` are the FLOPs of training over those of training the host alone.
     """
     growth = fossil_params / host_params.clip(min=weights.rent_host_params_floor)
     log_growth = torch.log1p(growth) if isinstance(growth, Tensor) else np.log1p(growth)
-    return weights.objective_acc_weight * accuracy / 100.0 - weights.objective_growth_weight * log_growth
+    doublings = torch.log2(compute) if isinstance(compute, Tensor) else np.log2(compute)
+    of_network = weights.objective_acc_weight * accuracy / 100.0 - weights.objective_growth_weight * log_growth
+    worth: A = of_network - weights.objective_flops_weight / 100.0 * doublings
+    return worth

@@ -172,6 +172,8 @@ class RewardConfig:
     objective_acc_weight: float = 1.0
     objective_growth_weight: float = 0.03
     """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
+    objective_flops_weight: NotNegative = 0.0
+    """Points of accuracy that doubling the FLOPs of training must buy."""
     rollback_penalty: float | None = None
     """Reward of the row before a rollback (in `objective` added to it); None = the mode's own (`MODES`)."""
     hindsight_weight: float = 0.1

@@ -337,7 +337,7 @@ class NetworkExecutor(ABC):
 
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
-        self.costs = self.population.costs()
+        self.costs = self.population.costs(examples(data.dataset, 1)[0])
         self.host_params = self.population.host_params
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""

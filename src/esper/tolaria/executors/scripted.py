@@ -57,6 +57,10 @@ class ScriptedExecutor:
         self.costs = SeedCosts(
             seed_params=params.expand(num_slots, -1).contiguous().to(device),
             gate_params=torch.full((num_slots,), null.GATE_PARAMS, device=device),
+            # a script computes nothing: a multiply-add for each parameter
+            seed_flops=2 * params.expand(num_slots, -1).contiguous().to(device),
+            gate_flops=torch.full((num_slots,), 2 * null.GATE_PARAMS, device=device),
+            host_flops=torch.tensor(2 * script.host_params, device=device),
             selectable=(params > 0).to(device),
             kinds=_kinds(params > 0).expand(num_slots, -1, -1).contiguous().to(device),
         )

@@ -21,7 +21,7 @@ from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.layout import FlatLayout, Template
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
 from esper.kasmina.parameters.population import Population, TrainingCopy
-from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.leyline.lifecycle import TRAINED, Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors.protocol import GradientStatistics, Structure
 
@@ -87,8 +87,7 @@ class TrainedRows:
 
 def trained_mask(structure: Structure) -> np.ndarray:
     """[N, S]: seeds trained in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
-    trainable = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
-    trained: np.ndarray = np.isin(structure.stage, trainable) & (structure.alpha_mode != AlphaMode.DOWN)
+    trained: np.ndarray = np.isin(structure.stage, tuple(TRAINED)) & (structure.alpha_mode != AlphaMode.DOWN)
     return trained
 
 

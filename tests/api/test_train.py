@@ -143,3 +143,28 @@ def test_commands_say_where_a_task_of_a_program_is_continued(run, capfd):
     assert json.loads((run.directory / "summary.json").read_text()) == run.summary
     with pytest.raises(ConfigError, match="made in a Python program"):
         esper.evaluate(run.directory)
+
+
+# -- one policy for several tasks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """That of two tasks that only this module knows; they differ in their slots."""
+    tasks = [own_task(), own_task(name="one_slot", slots=["stem"])]
+    out = tmp_path_factory.mktemp("policy") / "mix"
+    return esper.train_policy(tasks, out, rounds=2, num_envs=2, progress=False, **SMALL)
+
+
+def test_the_policy_of_several_tasks_grows_a_network_of_another_one_and_is_trained_further(policy, tmp_path):
+    assert policy.name == "policy.safetensors"
+    assert "mynet" not in esper.tasks.task_names()
+    other = own_task(slots=["layer2.1"])
+    assert grow(other, policy).network.description == grow(other, str(policy)).network.description
+    assert train(other, tmp_path, policy=policy).config["policy"] == str(policy)
+
+
+def test_a_policy_that_is_trained_on_one_task_is_that_of_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"tasks is \['digits'\]; give a list of at least two tasks, or train a run"):
+        esper.train_policy(["digits"], tmp_path / "mix")
+    assert not (tmp_path / "mix").exists()

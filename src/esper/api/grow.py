@@ -371,7 +371,7 @@ def _run_of(controller: Controller) -> Run | None:
     """The run that was named, if it was one."""
     if isinstance(controller, Run):
         return controller
-    if isinstance(controller, str) and (controller in known.names() or is_policy_file(controller)):
+    if isinstance(controller, str | Path) and (controller in known.names() or is_policy_file(controller)):
         return None
     if isinstance(controller, str | Path):
         if not folder(controller).exists():
@@ -391,15 +391,15 @@ def _client(
         found = known.trained(run.directory, config)
         warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
-    if isinstance(controller, str):
+    if isinstance(controller, str | Path):
         if controller == STATIC and not config.architecture:
             raise ConfigError(
                 f"{STATIC} starts with an architecture that is given; set architecture, or use another controller."
             )
-        return controller, known.baseline(controller, config).make
+        return str(controller), known.baseline(str(controller), config).make
     if isinstance(controller, Schedule):
         return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
-    assert not isinstance(controller, Run | Path), "found to be a run before"
+    assert not isinstance(controller, Run), "found to be a run before"
     return (
         getattr(controller, "__name__", type(controller).__name__),
         lambda of: ScriptedClient(as_policy(controller(of), of), reward_of(config, of)),

@@ -276,7 +276,7 @@ def train_policy(
     """
     from esper.runs.training.mixture import train_mixture
 
-    if isinstance(tasks, str) or len(tasks) < 2:
+    if len(tasks) < 2:
         raise ConfigError(f"tasks is {tasks!r}; give a list of at least two tasks, or train a run on one.")
     values = given({"schedule_rounds": rounds, **settings}, rounds=rounds, num_envs=num_envs, preset=preset,
                    reward=reward, device=device)  # fmt: skip

@@ -67,9 +67,9 @@ _VALUES: dict[Head, tuple[str, ...]] = {
 }
 
 
-def is_policy_file(name: str) -> bool:
+def is_policy_file(name: str | Path) -> bool:
     """Whether a controller is named by its file."""
-    return name.endswith((SUFFIX, LEARNED_SUFFIX))
+    return str(name).endswith((SUFFIX, LEARNED_SUFFIX))
 
 
 def script_of(policy: Policy, spec: EngineSpec) -> Script[Any]:

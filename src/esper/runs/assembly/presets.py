@@ -174,7 +174,7 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     changed: Values = {}
     if isinstance(values.get("data_dir"), str) and values["data_dir"]:
         changed["data_dir"] = absolute(folder / Path(values["data_dir"]).expanduser())
-    if isinstance(policy := values.get("policy"), str) and is_policy_file(policy):
+    if isinstance(policy := values.get("policy"), str | Path) and is_policy_file(policy):
         changed["policy"] = absolute(folder / Path(policy).expanduser())
     if isinstance(task := values.get("task"), str) and names_task(task):
         changed["task"] = absolute(folder / Path(task).expanduser())

@@ -141,11 +141,14 @@ def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> Non
 
 def read_learned(path: Path) -> StateTree:
     """The policy of a file; raises CheckpointError if it is damaged, or something else."""
+    out = "use a file that esper train wrote for several tasks, or train one"
+    if not path.is_file():
+        raise CheckpointError(f"there is no policy file {path}; {out}.")
     about, policy = read_state(path)
     if about.get("format") != LEARNED_FORMAT:
         raise CheckpointError(
             f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
-            f"{LEARNED_FORMAT!r}); use a file that esper train wrote for several tasks, or train one."
+            f"{LEARNED_FORMAT!r}); {out}."
         )
     return policy
 

@@ -151,7 +151,7 @@ class Bench:
         sets = self.coalitions() if coalitions is None else coalitions
         nothing = np.zeros(self.slots.stage.shape, dtype=np.bool_)
         none = {"germinated": nothing, "released": nothing, "keep": nothing}
-        nobody = {"panicked": nothing[:, 0], "snapshot": nothing[:, 0]}
+        nobody = dict.fromkeys(("panicked", "snapshot", "stopped"), nothing[:, 0])
         known = ("stage", "blueprint", "algorithm", "has_gate", "alpha", "alpha_mode")
         fields = {name: getattr(self.slots, name).cpu().numpy() for name in known}
         found = {"sets": sets.sets.cpu().numpy(), "sets_valid": sets.valid.cpu().numpy()}

@@ -51,6 +51,11 @@ def test_a_host_that_is_rolled_back_decides_nothing() -> None:
     assert rows(step(panic_reason=np.array([1, 1])))["coalitions"].columns["accuracy"].tolist() == []
 
 
+def test_a_host_that_was_stopped_decides_nothing_either() -> None:
+    found = rows(step(reward=np.array([0.5, np.nan])))["steps"]
+    assert (text(found, "op"), text(found, "rollback")) == (["WAIT", None], [None, None])
+
+
 def test_growth_counts_the_fossils_that_were_measured() -> None:
     stage = np.array([[SeedStage.DORMANT, SeedStage.DORMANT], [SeedStage.DORMANT, SeedStage.FOSSILIZED]])
     assert rows(step(stage=stage))["steps"].columns["growth"].tolist() == [1.0, 1.2]

@@ -44,13 +44,20 @@ def keeping(decide):
     return decided
 
 
+@pytest.fixture(scope="module", params=[None, 0.9], ids=["to the end", "until the compute is spent"])
+def budget(request):
+    """Of compute; a host without seeds trains 9 of 11 steps with 0.9, others fewer."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def finished():
-    """The learner after an episode of all hosts, and J of what is kept of each, worked out here."""
+def finished(budget):
+    """The learner after an episode of all hosts, J of what is kept of each, worked out here, and what was kept."""
     lenient = {"min_training_epochs": 1, "min_blending_epochs": 1, "embargo_epochs": 0, "g5_contribution": -100.0}
     small = {"feature_width": 64, "hidden_width": 64}
     config = resolve(
         {"task": "every_rollback", "num_envs": len(PATTERNS), "episode_length": E, "compile": "off", "ppo": small,
+         "reward": {"objective_flops_weight": 20.0}, **({"compute_budget": budget} if budget else {}),
          "lifecycle": lenient | {"g2_health": 0.0, "g2_improvement": -100.0, "g2_ratio": 0.0}}
     )  # fmt: skip
     engine = engine_of(config, None, CPU)
@@ -60,20 +67,31 @@ def finished():
     engine.rollout(client)
     kept = engine.kept_network()
     worth = [
-        accuracy / 100 - 0.03 * math.log(1 + grown / max(host, 200))
-        for accuracy, grown, host in zip(
-            kept.accuracy.tolist(), kept.fossil_params.tolist(), kept.host_params.tolist(), strict=True
+        accuracy / 100 - 0.03 * math.log(1 + grown / max(host, 200)) - 0.2 * math.log2(compute)
+        for accuracy, grown, host, compute in zip(
+            kept.accuracy.tolist(),
+            kept.fossil_params.tolist(),
+            kept.host_params.tolist(),
+            kept.compute.tolist(),
+            strict=True,
         )
     ]
     return client.buffer, torch.tensor(worth, dtype=torch.float64), kept
 
 
-def test_the_discounted_return_of_the_learner_is_the_objective_for_every_pattern_of_rollbacks(finished):
+def test_the_discounted_return_of_the_learner_is_the_objective_for_every_pattern_of_rollbacks(finished, budget):
     buffer, worth, kept = finished
     slabs = buffer.slabs
-    assert (~slabs.valid).tolist() == PATTERNS
     fossilized = slabs.effective_op == LifecycleOp.FOSSILIZE
-    assert fossilized[:, -1].any()
+    if budget is None:
+        assert (~slabs.valid).tolist() == PATTERNS
+        assert fossilized[:, -1].any()
+    else:
+        assert not slabs.valid[:, -2:].any()
+        assert torch.equal(~slabs.valid[:, :5], torch.tensor(PATTERNS)[:, :5])
+        assert (kept.compute <= budget).all()
+        assert (kept.compute > budget - 1.5 / E).all()
+    assert len(kept.compute.unique()) > 5
     assert (kept.fossil_params > 0)[~slabs.valid[:, -1]].any()
     accumulated = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
     scale = masked_moments(accumulated, slabs.valid).var.sqrt()
@@ -97,19 +115,20 @@ def test_every_decision_is_credited_with_the_end_across_all_rollbacks_after_it(f
     torch.testing.assert_close(found.double(), torch.stack(want, 1) * slabs.valid, atol=2e-6, rtol=0)
 
 
-def test_no_reward_around_a_rollback_is_larger_than_what_changed(finished):
+def test_no_reward_around_a_rollback_is_larger_than_what_changed(finished, budget):
     # accuracies are between 0 and 40 points; the first valid row is paid its whole potential, the others differences
     slabs = finished[0].slabs
     later = slabs.valid & (slabs.valid.cumsum(1) > 1)
     around = later & ~(slabs.valid.roll(1, 1) & slabs.valid.roll(-1, 1))
-    assert around.sum() > 500
+    assert around.sum() > 400
     assert slabs.rewards[around].abs().max() < 0.3
-    assert (slabs.rewards[around].std() / slabs.rewards[later & ~around].std()).item() < 2.0
+    # the row before a stop is paid the end of the episode
+    assert (slabs.rewards[around].std() / slabs.rewards[later & ~around].std()).item() < (2.5 if budget else 2.0)
 
 
 def test_an_episode_has_one_end_and_as_many_fresh_recurrent_states_as_rollbacks(finished):
     slabs = finished[0].slabs
-    ends = [max(t for t in range(E) if not falls[t]) for falls in PATTERNS]
+    ends = [row.nonzero().max().item() for row in slabs.valid]
     assert slabs.terminal.nonzero().tolist() == [[n, end] for n, end in enumerate(ends)]
     assert torch.equal(slabs.reset[:, 1:], ~slabs.valid[:, :-1])
     assert open_ends(finished[0]) == []

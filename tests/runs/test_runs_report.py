@@ -74,6 +74,7 @@ def step(**changes: object) -> StepReport:
         "measured_valid": np.array([[True, False], [True, True]]),
         "measured_acc": np.array([[50.0, 0.0], [60.0, 40.0]]),
         "row_marked": np.array([False, False]),
+        "stopped": np.array([False, False]),
         "actions": np.zeros((2, 8), dtype=np.int64),
         "effective_op": np.array([0, 1]),
         "panic_reason": np.array([0, 0]),
@@ -88,7 +89,9 @@ def step(**changes: object) -> StepReport:
         "failed_checks": np.zeros((2, 2), dtype=np.int64),
         "rolled_back": np.zeros((2, 2), dtype=np.bool_),
     }
-    return StepReport(**(fields | changes))  # type: ignore[arg-type]
+    given = fields | changes
+    given["reward"] = np.where(given["panic_reason"] == 0, given["reward"], NAN)  # who was rolled back decides nothing
+    return StepReport(**given)  # type: ignore[arg-type]
 
 
 def test_shapley_values_stand_in_the_slots_of_their_seeds() -> None:

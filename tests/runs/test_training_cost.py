@@ -9,7 +9,7 @@ from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.lifecycle import SeedStage
-from esper.runs.evaluation.outcomes import CostMeter
+from esper.runs.evaluation.costs import CostMeter
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
 from esper.tamiyo.baselines import scheduled
@@ -127,5 +127,6 @@ def test_the_cost_of_a_kept_network_is_that_of_its_export():
     assert (cost.training.sum(axis=0) > 30 * 40 * 3 * HOST).all()
     assert cost.steps[0].tolist() == [40 * 3 * HOST + 30 * HOST] * 2
     # the state of the engine counts by the same rule, and so does J
-    relative = cost.training.sum(axis=0) / (30 * 40 * 3 * HOST)
-    assert stats.compute.tolist() == pytest.approx(relative.tolist(), rel=1e-6)
+    assert stats.compute.tolist() == pytest.approx(
+        (cost.training.sum(axis=0) / (30 * 40 * 3 * HOST)).tolist(), rel=1e-6
+    )

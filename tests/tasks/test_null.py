@@ -37,7 +37,7 @@ def test_coalitions_agree_with_the_sum_over_pairs(w):
     gen = torch.Generator().manual_seed(3)
     v_NS = torch.rand(5, 4, generator=gen) * 10 - 3
     sets_NKS = torch.rand(5, 7, 4, generator=gen) < 0.5
-    got = null.coalition_accuracy(NullSpec(interaction=w), 6, v_NS, sets_NKS)
+    got = null.coalition_accuracy(NullSpec(interaction=w), torch.full((5,), 6), v_NS, sets_NKS)
     want = [
         [scalar_accuracy(null.host_accuracy(6), v_NS[n].tolist(), sets_NKS[n, k].tolist(), w) for k in range(7)]
         for n in range(5)
@@ -52,7 +52,7 @@ def test_noise_is_shared_by_the_coalitions_of_a_step_and_belongs_to_the_host():
     assert z[7].item() == null.scripted_noise(spec, 1, torch.tensor([7]), episode=0, t=3).item()
     assert z[7].item() != null.scripted_noise(spec, 1, torch.tensor([7]), episode=0, t=4).item()
     sets = torch.tensor([[[True], [False]]])
-    f = null.coalition_accuracy(spec, 10, col(3.0), sets, z[:1])[0]
+    f = null.coalition_accuracy(spec, torch.tensor([10]), col(3.0), sets, z[:1])[0]
     assert (f[0] - f[1]).item() == pytest.approx(3.0, abs=1e-5)
 
 

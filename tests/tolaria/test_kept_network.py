@@ -84,6 +84,42 @@ def test_the_scripted_hosts_come_to_the_accuracies_of_their_formula():
     assert engine.test().tolist() == pytest.approx(stats.committed_acc.tolist())
 
 
+@pytest.mark.parametrize("executor", ["scripted", "streamed", "fused", "native"])
+def test_the_episode_of_a_host_ends_when_it_has_spent_its_compute(executor):
+    # host 0 grows in step 1, which costs more from step 2 on; half of what six steps of a host alone cost is allowed
+    reports, of_null = [], executor == "scripted"
+    task = NULL if of_null else tiny.task(optimizer=FAST_SEEDS)
+    how = {"on_step": reports.append} | ({} if of_null else {"executor": executor})
+    engine = tiny.engine(2, E, of=task, compute_budget=0.5, **how)
+    born = action(Op.GERMINATE, slot=2, blueprint=CONV_HEAVY, style=0, tempo=0, alpha_target=2)
+    client = ToyClient(engine.spec, script(2, E, {1: {0: born}}))
+    engine.reset(client, 0)
+    stats = engine.rollout(client)
+    costs = engine.executor.costs
+    step = 1 + int(costs.seed_flops[2, CONV_HEAVY]) / int(costs.host_flops)
+    assert 1 < step < 2
+    assert stats.compute.tolist() == pytest.approx([(1 + step) / E, 0.5])  # a third step of host 0 would cost too much
+    assert [report.stopped.tolist() for report in reports] == [[False] * 2, [True, False], *[[True, True]] * 4]
+    assert [np.isnan(report.reward).tolist() for report in reports] == [[False] * 2] * 2 + [[True, False]] + [
+        [True] * 2
+    ] * 3
+    assert all((report.num_coalitions > 0).tolist() == (~np.isnan(report.reward)).tolist() for report in reports)
+    assert stats.ops.sum(axis=1).tolist() == [2, 3]
+    assert not client.steps[2].obs.legal[0, 1:].any()
+    assert stats.fossilized.tolist() == [0, 0]  # the last step is not theirs
+    assert client.kept.compute.tolist() == stats.compute.tolist()
+    if of_null:  # 50 (1 - e^-0.2) and 50 (1 - e^-0.3)
+        assert stats.committed_acc.tolist() == pytest.approx([9.063462, 12.959089])
+    else:
+        alone = tiny.engine(2, 3, of=task, executor=executor)
+        alone.reset(ToyClient(alone.spec), 0)
+        # a seed that is hidden changes nothing: host 0 after two steps, host 1 after three
+        three = alone.rollout(ToyClient(alone.spec))
+        assert stats.committed_acc[1] == three.committed_acc[1]
+        assert stats.committed_acc[0] == pytest.approx(reports[1].committed_acc[0])
+    assert engine.test().isfinite().all()
+
+
 def test_the_noise_of_the_last_step_is_in_the_validation_accuracy_and_not_in_that_of_the_test():
     engine = tiny.engine(2, E, of=dataclasses.replace(NULL, script=NullSpec(sigma=2.0)))
     client = ToyClient(engine.spec)

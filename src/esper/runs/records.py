@@ -166,14 +166,14 @@ class RecordRows:
     def _steps(self, reports: Sequence[StepReport]) -> Rows:
         names = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")
         panic, action = _stack(reports, "panic_reason"), _stack(reports, "actions")
-        decided = panic == 0
+        decided = _stack(reports, "decided")
         op = np.where(decided, action[..., Head.OP], -1).astype(np.int8)
         host_params = np.maximum(_stack(reports, "host_params"), 1)
         columns = self._places(reports) | {name: _stack(reports, name) for name in names}
         columns |= {
             "growth": 1.0 + np.stack([report.committed_params for report in reports]) / host_params,
             "total_params": np.stack([report.total_params for report in reports]),
-            "reward": np.where(decided, _stack(reports, "reward"), np.nan),
+            "reward": _stack(reports, "reward"),
             "rollback": (panic - 1).astype(np.int8),
             "op": op,
         }

@@ -124,14 +124,14 @@ class RoundSoFar:
         """Fields for each of successive steps of one round; `seconds` is the time of each since the round began."""
         if reports[0].episode != self._episode:
             self._begin(reports[0].episode)
-        op, reason, live, committed, fossils, host, compute, stage = (
+        op, valid, live, committed, fossils, host, compute, stage = (
             np.stack([getattr(report, name) for report in reports])
             for name in (
-                "effective_op", "panic_reason", "val_acc", "committed_acc", "committed_params", "host_params",
+                "effective_op", "decided", "val_acc", "committed_acc", "committed_params", "host_params",
                 "compute", "stage",
             )
         )  # fmt: skip
-        num_hosts, valid = op.shape[1], reason == 0
+        num_hosts = op.shape[1]
         objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]

@@ -34,7 +34,7 @@ from esper.leyline.lifecycle import (
     SeedStage,
     stages_mask,
 )
-from esper.leyline.random import Stream, permutation, to_normal, words
+from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, to_normal, words
 from esper.leyline.settings import NotNegative, check_fields
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -141,6 +141,16 @@ def host_accuracy(t: int) -> float:
     return HOST_CEILING * -math.expm1(-t / TIME_CONSTANT)
 
 
+@lru_cache(maxsize=8)
+def _host_accuracies(device: torch.device) -> Float[Tensor, " T"]:
+    return torch.tensor([host_accuracy(t) for t in range(MAX_EPISODE_LENGTH + 1)], device=device)
+
+
+def host_accuracies(steps: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """`host_accuracy` of hosts that were trained for so many steps."""
+    return _host_accuracies(steps.device)[steps]
+
+
 def trained(spec: NullSpec, stage: Int[Tensor, "N S"], alpha_mode: Int[Tensor, "N S"]) -> Bool[Tensor, "N S"]:
     """Slots whose seed gains a pass in a train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
     return tables(spec, stage.device).has_module[stage] & (alpha_mode != AlphaMode.DOWN)
@@ -197,7 +207,7 @@ def scripted_noise(
 
 def coalition_accuracy(
     spec: NullSpec,
-    t: int,
+    steps: Int[Tensor, " N"],
     strength: Float[Tensor, "N S"],
     sets: Bool[Tensor, "N K S"],
     noise: Float[Tensor, " N"] | None = None,
@@ -208,14 +218,14 @@ def coalition_accuracy(
 
     Args:
         spec: gives w.
-        t: step.
+        steps: for which each host was trained.
         strength: v of each slot.
         sets: slots that are switched on in each coalition.
         noise: added to all coalitions of a host; None for none.
     """
     on_NKS = strength[:, None] * sets
     sum_NK = on_NKS.sum(dim=-1)
-    accuracy_NK = sum_NK + host_accuracy(t)
+    accuracy_NK = sum_NK + host_accuracies(steps)[:, None]
     if spec.interaction:
         accuracy_NK = accuracy_NK + 0.5 * spec.interaction * (sum_NK.square() - on_NKS.square().sum(dim=-1))
     if noise is not None:

@@ -84,7 +84,7 @@ class VectorizedEngine:
         self._pending: PendingRead | None = None
         self._observe: Phase = partial(phases.observe, costs=executor.costs, config=config)
         self._execute: Phase = partial(phases.execute, costs=executor.costs, config=config)
-        self._end_step: Phase = partial(phases.end_step, config=config)
+        self._end_step: Phase = partial(phases.end_step, costs=executor.costs, config=config)
         self._warmed_up = True
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
@@ -289,7 +289,7 @@ class VectorizedEngine:
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure."""
         rules = self.config.lifecycle
-        return enumerate_coalitions(
+        found = enumerate_coalitions(
             state.slots.stage,
             state.slots.alpha > 0.0,
             interaction_limit=rules.interaction_limit,
@@ -297,6 +297,7 @@ class VectorizedEngine:
             shapley=t == self.spec.episode_length,
             shapley_limit=rules.shapley_limit,
         )
+        return replace(found, valid=found.valid & ~state.stopped[:, None])
 
     # -- persistence --------------------------------------------------------------------------------------------
 

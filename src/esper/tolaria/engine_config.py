@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
-from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
+from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
 from esper.tolaria.governor import GovernorConfig
 
 _MAX_HOSTS = 2**32
@@ -37,6 +37,8 @@ class EngineConfig:
         episode_length: E, control steps per episode. schedule_begin: steps after which the schedule of the learning
             rates begins, to end with the episode.
         slots: enabled slots in action order.
+        compute_budget: FLOPs of training that a host may spend in an episode, over those of a host without seeds; None:
+            no limit. A host is stopped before the step that it cannot pay, but never before its first.
         time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").
         executor: "streamed" runs the hosts one after another, bit for bit as if each were alone; "fused" all at once,
             equal up to rounding; "native" by compiled C++ on a CPU, one after another, equal up to rounding; "auto"
@@ -52,6 +54,7 @@ class EngineConfig:
     episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)] = 40
     schedule_begin: AtLeast0 = 0
     slots: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_SLOTS)] = ()
+    compute_budget: Positive | None = None
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"
     amp: AmpMode = "off"

@@ -6,11 +6,14 @@
                (the client computes the reward and stores the transition)
     end_step   tally, snapshots, outputs for the host
 
+A host that is stopped takes part in none of them: its rows are as invalid as those of a step with a rollback.
+
 All work is masked over hosts, and parameters follow later, in `apply_structure`. The three functions are pure and take
 whatever changes from step to step as a tensor, so that each can be compiled as a whole.
 """
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.conditions import legal_ops
 from esper.kasmina.rules.lifecycle import remember, rollback, training_cost
 from esper.kasmina.rules.slot_fields import ingest
-from esper.leyline.lifecycle import Head
+from esper.leyline.lifecycle import NUM_OPS, Head, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
     ClientProtocol,
@@ -45,8 +48,8 @@ from esper.tolaria.state import Decision, ParallelEnvState, count_rollback, coun
 class ObserveVerdict:
     """The governor's verdict and what followed.
 
-    Hosts that were not rolled back are `healthy`; `rolled_back` are the slots that a rollback pruned; `num_coalitions`
-    were measured.
+    Hosts that were neither stopped nor rolled back are `healthy`; `rolled_back` are the slots that a rollback pruned;
+    `num_coalitions` were measured.
     """
 
     governor: GovernorVerdict
@@ -91,9 +94,11 @@ def observe(
     `penalty` replaces the last reward of a host that is rolled back. The measurements are a second output because
     their shapes differ in the last step of an episode.
     """
+    runs = ~state.stopped
     guards, judged = governor.check(state.governor, validated.loss, config.governor)
-    panic, healthy = judged.panic, ~judged.panic
-    compute = state.hosts.compute + training_cost(state.slots, costs)  # spent, also where it is rolled back
+    judged = replace(judged, panic=judged.panic & runs, reason=judged.reason * runs)
+    panic, healthy = judged.panic, runs & ~judged.panic
+    compute = state.hosts.compute + training_cost(state.slots, costs) * runs  # spent, also where it is rolled back
     slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
     measured = Measurements(
         train_acc=trained.acc,
@@ -117,7 +122,14 @@ def observe(
     verdict = ObserveVerdict(
         governor=judged, healthy=healthy, rolled_back=rolled_back, num_coalitions=coalitions.valid.sum(dim=1)
     )
-    return ObserveOutput(state=state, verdict=verdict, legal=legal_ops(slots, config.lifecycle)), measured
+    legal = legal_ops(slots, config.lifecycle) & (runs[:, None] | waits(runs.device))[..., None]
+    return ObserveOutput(state=state, verdict=verdict, legal=legal), measured
+
+
+@lru_cache(maxsize=8)
+def waits(device: torch.device) -> Bool[Tensor, " O"]:
+    """Which operation is WAIT."""
+    return torch.arange(NUM_OPS, device=device) == LifecycleOp.WAIT
 
 
 def observation(state: ParallelEnvState, legal: Bool[Tensor, "N 6 S"], t: int, config: EngineConfig) -> Observation:
@@ -196,9 +208,10 @@ def end_step(
     reward: RewardOutput,
     t: Int[Tensor, ""],
     *,
+    costs: SeedCosts,
     config: EngineConfig,
 ) -> tuple[ParallelEnvState, tuple[Tensor, ...]]:
-    """Count the step, choose the snapshots, and gather the outputs for the host.
+    """Count the step, stop hosts that cannot pay another one, choose the snapshots, gather the outputs for the host.
 
     A snapshot is of a whole host; `keep` adds new fossils of hosts with strikes to the older snapshot alone.
     """
@@ -207,8 +220,13 @@ def end_step(
         executed.state.governor, verdict.healthy, t, fossilized.any(dim=1), config.governor
     )
     keep = fossilized & patch[:, None]
+    stopped = executed.state.stopped
+    if config.compute_budget is not None:
+        due = executed.state.hosts.compute + training_cost(executed.state.slots, costs)
+        stopped = stopped | (due > config.compute_budget * config.episode_length)
     state = replace(
         executed.state,
+        stopped=stopped,
         memory=remember(executed.state.memory, executed.state.slots, snapshot[:, None] | keep),
         tally=count_step(executed.state.tally, decision.actions, executed.effective_op, reward, verdict.healthy),
     )
@@ -219,6 +237,7 @@ def end_step(
         executed.ops,
         executed.ticks,
         verdict.governor,
+        valid=verdict.healthy,
         compute=state.hosts.relative_compute(t, config.episode_length),
         num_coalitions=verdict.num_coalitions,
         effective_op=executed.effective_op,

@@ -41,7 +41,10 @@ class Tally:
 
 @tensor_dataclass
 class ParallelEnvState:
-    """The control plane of N hosts after `t` steps; the executor owns the parameters."""
+    """The control plane of N hosts after `t` steps; the executor owns the parameters.
+
+    `stopped` hosts have no further step: what they have grown is kept as it is.
+    """
 
     slots: SlotState
     hosts: HostState
@@ -49,6 +52,7 @@ class ParallelEnvState:
     memory: FossilMemory
     reward: Any
     tally: Tally
+    stopped: Bool[Tensor, " N"]
 
 
 def initial_state(
@@ -78,6 +82,7 @@ def initial_state(
         memory=memory_of(slots),
         reward=reward,
         tally=tally,
+        stopped=torch.zeros(num_envs, dtype=torch.bool, device=device),
     )
 
 
@@ -127,7 +132,9 @@ class StepReport:
     `host_params` [N] of the host. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the
     op alone, `op_prob` [N, 6] are the probabilities of all, and `constrained` [N, 8] marks heads whose mask left out
     values. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
-    `measured_acc` [N, K] their accuracies.
+    `measured_acc` [N, K] their accuracies. `stopped` [N] hosts have no further step.
+
+    A host that was stopped before this step has decided nothing in it, as one that was rolled back: its reward is NaN.
     """
 
     episode: int
@@ -170,6 +177,13 @@ class StepReport:
     failed_checks: np.ndarray
     rolled_back: np.ndarray
     row_marked: np.ndarray
+    stopped: np.ndarray
+
+    @property
+    def decided(self) -> np.ndarray:
+        """Hosts [N] whose row of this step is valid."""
+        decided: np.ndarray = ~np.isnan(self.reward)
+        return decided
 
     @property
     def total_params(self) -> np.ndarray:
@@ -250,7 +264,7 @@ _STACKS = (
     ("alpha", "contribution", "gate_score"),
     ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "compute", "reward", "value", "op_log_prob"),
     ("effective_op", "panic_reason", "panic_strikes", "host_params", "num_coalitions"),
-    ("panicked", "snapshot", "row_marked"),
+    ("panicked", "snapshot", "row_marked", "stopped"),
 )
 """Tensors of one dtype and shape are stacked: the first three stacks are [..., N, S], the others [..., N]. The first
 one ends with the six rows of the transitions: from, to and cause, by the op and by the tick."""
@@ -283,6 +297,7 @@ def step_outputs(
     ticks: TickEffects,
     verdict: GovernorVerdict,
     *,
+    valid: Bool[Tensor, " N"],
     compute: Float[Tensor, " N"],
     num_coalitions: Int[Tensor, " N"],
     effective_op: Int[Tensor, " N"],
@@ -304,7 +319,7 @@ def step_outputs(
         "rolled_back": rolled_back,
         "gate_passed": readings.passed,
         "gate_score": readings.score,
-        "reward": tally.last_reward,
+        "reward": tally.last_reward.where(valid, torch.nan),
         "value": decision.value,
         "op_log_prob": decision.op_log_prob,
         "effective_op": effective_op,
@@ -315,6 +330,7 @@ def step_outputs(
         "panicked": verdict.panic,
         "snapshot": snapshot,
         "row_marked": tally.replaced,
+        "stopped": state.stopped,
     }
     rows = [[values[name] for name in names] for names in _STACKS]
     rows[0] += [*vars(ops.transitions).values(), *vars(ticks.transitions).values()]
@@ -363,8 +379,8 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
     """The structure after step `t` with no change to apply, read at once; for a restored engine."""
     slots = state.slots
     ints = (slots.stage, slots.blueprint, slots.algorithm, slots.alpha_mode)
-    read = host_read(torch.stack(ints), slots.has_gate, slots.alpha, coalitions.sets, coalitions.valid)
-    (stage, blueprint, algorithm, alpha_mode), has_gate, alpha, sets, sets_valid = read
+    read = host_read(torch.stack(ints), slots.has_gate, slots.alpha, state.stopped, coalitions.sets, coalitions.valid)
+    (stage, blueprint, algorithm, alpha_mode), has_gate, alpha, stopped, sets, sets_valid = read
     return data_replace(
         empty_structure(*stage.shape),
         t=t,
@@ -374,6 +390,7 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
         alpha_mode=alpha_mode,
         has_gate=has_gate,
         alpha=alpha,
+        stopped=stopped,
         sets=sets,
         sets_valid=sets_valid,
     )

@@ -58,7 +58,7 @@ def test_one_host_alone_is_the_same_as_among_many():
 
 def test_hosts_that_branch_differently_share_a_bucket_and_reach_the_sets_of_their_coalitions():
     sets = [np.array([[True, False], [False, False]]), np.array([[False, True], [False, False]])]
-    plans = [plan_prefixes(rows, (0, 1)) for rows in sets]
+    plans = {host: plan_prefixes(rows, (0, 1)) for host, rows in enumerate(sets)}
     (bucket,) = buckets(plans, (0, 1), 2, torch.device("cpu"))
     assert bucket.hosts.tolist() == [0, 1]
     assert bucket.steps[0].common is None

@@ -609,6 +609,10 @@ class Population:
                 "same weights again, or start a new run."
             )
 
+    def rows_of_seeds(self, hosts: Int[Tensor, " g"]) -> Int[Tensor, " gS"]:
+        """The rows of all slots of these hosts."""
+        return (hosts[:, None] * self.num_slots + torch.arange(self.num_slots, device=self.device)).flatten()
+
     def index(self, numbers: np.ndarray) -> Int[Tensor, "*shape"]:
         """Row numbers as an index on the device, without a read."""
         return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self.device, non_blocking=True)

@@ -22,7 +22,7 @@ from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES
-from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
+from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
 from esper.runs.assembly.values import Values, flat, plain
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.compilation import CompileChoice
@@ -95,6 +95,9 @@ class RunConfig:
     replace those of `ppo`."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""
+    compute_budget: Positive | None = None
+    """FLOPs of training that a host may spend in an episode, over those of a host without seeds. A host that cannot pay
+    its next step is stopped: its episode ends with the step before. None is no limit."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """Whether the last step truncates or terminates the episode for GAE; "mode" leaves it to the reward mode."""
     checkpoint_every: AtLeast1 = 1
@@ -127,6 +130,11 @@ class RunConfig:
                 f"reward {self.reward_name!r} needs the contributions of fossilized seeds, which are not measured; "
                 "set lifecycle.fossils_as_players = true, or leave it out."
             )
+        if self.compute_budget is not None and self.reward_name in MODES and self.reward_name != "objective":
+            raise ConfigError(
+                f"compute_budget is {self.compute_budget:g}, but reward {self.reward_name!r} pays in the last step, "
+                "which a stopped host does not have; use 'objective', or leave compute_budget out."
+            )
         if self.num_envs % self.ppo.group_size:
             raise ConfigError(
                 f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "
@@ -157,6 +165,7 @@ class RunConfig:
             distinct_hosts=distinct,
             episode_length=self.episode_length,
             slots=self.slots,
+            compute_budget=self.compute_budget,
             time_limit=limit,
             executor=self.executor,
             workers=self.workers,

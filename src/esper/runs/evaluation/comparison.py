@@ -27,8 +27,9 @@ from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
+from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
-from esper.runs.evaluation.outcomes import SEED_OFFSET, CostMeter, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import (
     Plans,
     in_random_order,

@@ -1,12 +1,5 @@
 """The outcome of one controller on one group of hosts: one episode without learning, and what it cost.
 
-    training  = sum over steps: training examples * 3 * (host + its live seeds)
-                (a backward pass counts as two forward passes, also through frozen layers)
-    measuring = sum over steps: validation examples * sum over coalitions (host + the seeds that are on)
-
-One forward pass is counted in floating-point operations, as everywhere (`kasmina.parameters.flops`). Executors that
-share work between coalitions do less than `measuring`.
-
 Outcomes are kept in a folder, so that an interrupted comparison can be continued:
 
     DIR/evaluation.json                    the comparison, once it is complete
@@ -19,7 +12,7 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions, 
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,95 +24,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.kasmina.parameters.flops import BACKWARD
-from esper.leyline.architecture import Architecture, architecture_arrays, architectures_of
+from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
-from esper.leyline.lifecycle import TRAINED, Algorithm, SeedStage
-from esper.leyline.messages import EngineSpec, SeedCosts
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation.controllers import Controller
+from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
 from esper.tasks.instances import InstanceDistribution, Instances
-from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
-
-
-@final
-class CostMeter:
-    """Adds up the cost of episode 0; a step listener of the engine.
-
-    Args:
-        task: of the hosts. dataset: their data. spec: of the engine.
-        costs: of seeds and gates, from the executor.
-        architectures: the architecture that each host has from the first step, if any.
-        measured_share: of the validation examples, in each step.
-    """
-
-    def __init__(
-        self,
-        task: TaskSpec,
-        dataset: Dataset,
-        spec: EngineSpec,
-        costs: SeedCosts,
-        architectures: Sequence[Architecture] = (),
-        measured_share: float = 1.0,
-    ) -> None:
-        self._spec = spec
-        self._seed_params, self._seed_flops, self._gate_flops, host = host_read(
-            costs.seed_params, costs.seed_flops, costs.gate_flops, costs.host_flops
-        )
-        self._columns, self.host = np.arange(spec.num_slots), float(host)
-        self._train = training_bounds(task, dataset)[-1][1]
-        self._val_N = np.full(spec.num_envs, len(dataset.val))
-        if task.instances is not None:
-            drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
-            self._val_N = drawn.val.count.cpu().numpy()
-        self._val_N = np.ceil(self._val_N * measured_share)
-        self.training, self.measuring = list[np.ndarray](), list[np.ndarray]()  # of each step so far
-        # what each slot adds to the forward passes of the next step
-        self._seeds = np.zeros((spec.num_envs, spec.num_slots))
-        if architectures:
-            blueprint, algorithm = architecture_arrays(architectures, spec)
-            self._seeds = self.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
-
-    def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
-        """FLOPs that the seed in each slot [N, S], with its gate if it has one, adds to a forward pass of an example.
-
-        Float64; 0 where none is `present`.
-        """
-        added = self._seed_flops[self._columns, np.maximum(blueprint, 0)] + gated * self._gate_flops
-        found: np.ndarray = np.where(present, added, 0).astype(np.float64)
-        return found
-
-    def __call__(self, report: StepReport) -> None:
-        """Add the step of the report, which ran the structure of the report before it."""
-        self.training.append(self.of_structures / self._spec.episode_length)
-        on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
-        self.measuring.append(self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1))
-        present = np.isin(report.stage, tuple(TRAINED))
-        without_gate = self._seed_params[self._columns, np.maximum(report.blueprint, 0)]
-        self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
-
-    @property
-    def of_structures(self) -> np.ndarray:
-        """FLOPs [N] of training the hosts for an episode, with the structures that they have now."""
-        per_example: np.ndarray = self.host + self._seeds.sum(axis=1)
-        return self._spec.episode_length * (1 + BACKWARD) * self._train * per_example
-
-    def cost(self, stats: RolloutStats) -> TrainingCost:
-        """The cost of the finished episode and of the networks that it left."""
-        kept = stats.stage == SeedStage.FOSSILIZED
-        seeds = self.of_seeds(kept, stats.blueprint, stats.algorithm == Algorithm.GATE)
-        return TrainingCost(self.host + seeds.sum(axis=1), np.stack(self.training), np.stack(self.measuring))
 
 
 @final
@@ -262,7 +182,7 @@ def key_of(
     key = {
         "format": FORMAT,
         "program": _digest_of_program(),
-        "plugins": {name: _digest_of_file(file) for name in config.plugins if (file := source_of(name))},
+        "plugins": {name: digest_of_file(file) for name in config.plugins if (file := source_of(name))},
         "controller": controller.name,
         "identity": controller.identity,
         "hosts": [run_seed, num_envs, repetition],
@@ -282,7 +202,8 @@ def _digest_of_program() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
-def _digest_of_file(file: Path) -> str:
+def digest_of_file(file: Path) -> str:
+    """Of its content."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

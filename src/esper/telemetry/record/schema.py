@@ -56,7 +56,12 @@ STEPS = Table(
         Column("committed_acc", "FLOAT", "points", "validation accuracy with the fossilized seeds alone"),
         Column("growth", "FLOAT", "", "(host + fossilized parameters) / host parameters of that network"),
         Column("total_params", "BIGINT", "", "parameters of the host and all its seeds after the step"),
-        Column("reward", "FLOAT", "", "reward of the step; a later rollback replaces it in training, not here"),
+        Column(
+            "reward",
+            "FLOAT",
+            "",
+            "reward of the step, none for a stopped host; a later rollback replaces it in training, not here",
+        ),
         Column("rollback", "VARCHAR", "", "why the host was rolled back in this step; such a step has no decision"),
     ),
     stored=True,

@@ -19,7 +19,7 @@ Shape legend: B = examples per host, N = hosts, g = hosts of a group or bucket, 
 a slot, Pnext = states after it, K = coalitions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -278,16 +278,16 @@ class Bucket:
 
 
 def buckets(
-    plans: list[PrefixPlan], execution_order: tuple[int, ...], num_columns: int, device: torch.device
+    plans: Mapping[int, PrefixPlan], execution_order: tuple[int, ...], num_columns: int, device: torch.device
 ) -> list[Bucket]:
     """Hosts by their number of final states, which needs little padding; K is `num_columns`."""
-    states = np.array([plan.num_states for plan in plans])
-    hosts_of_buckets = [np.flatnonzero(states == count) for count in np.unique(states)]
+    hosts, states = np.array([*plans]), np.array([plan.num_states for plan in plans.values()])
+    hosts_of_buckets = [hosts[states == count] for count in np.unique(states)]
     return [_bucket(plans, hosts, execution_order, num_columns, device) for hosts in hosts_of_buckets]
 
 
 def _bucket(
-    plans: list[PrefixPlan],
+    plans: Mapping[int, PrefixPlan],
     hosts: np.ndarray,
     execution_order: tuple[int, ...],
     num_columns: int,
@@ -527,6 +527,9 @@ class FusedExecutor(NetworkExecutor):
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
+        # stopped hosts run with the others; their learning rates are 0, and their running statistics are put back
+        stopped = p.index(np.flatnonzero(data.structure.stopped))
+        kept = [(flat, of, flat.buffers[of]) for flat, of in ((p.host, stopped), (p.seeds, p.rows_of_seeds(stopped)))]
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
         of_slots = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
@@ -551,6 +554,8 @@ class FusedExecutor(NetworkExecutor):
         for group in groups:
             if group.running.shape[1]:
                 p.seeds.buffers[group.rows, : group.running.shape[1]] = group.running
+        for flat, of, buffers in kept:
+            flat.buffers[of] = buffers
         return outputs
 
     def _train_batch(
@@ -588,7 +593,8 @@ class FusedExecutor(NetworkExecutor):
         weight = torch.zeros_like(loss)
         self.stacked_modules.train(False)
         runs = []
-        for bucket in buckets([data.plan(rows) for rows in sets], data.execution_order, num_columns, p.device):
+        plans = {n: data.plan(rows) for n, rows in enumerate(sets) if len(rows)}
+        for bucket in buckets(plans, data.execution_order, num_columns, p.device):
             groups = slot_groups(p, self.stacked_modules, data.structure, alpha, None, bucket.hosts)
             host = frozen_rows(self.stacked_modules.host, p.host.params[bucket.index], p.host.buffers[bucket.index])
             runs.append((bucket, host, groups))

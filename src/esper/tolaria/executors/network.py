@@ -9,12 +9,12 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import NamedTuple, final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
@@ -22,7 +22,7 @@ from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
 from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.messages import SlotState
+from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.objective import Objective, Scores
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
@@ -159,11 +159,14 @@ class HostData:
     def lr_factors(self, t: int) -> Float[Tensor, "N C"] | None:
         """What multiplies the learning rates in step `t`, [N, 1 + S] (a host, then its slots); None for 1.
 
-        The product of the schedule, of the host's instance, and of what this engine was given.
+        The product of the schedule, of the host's instance, and of what this engine was given; 0 for stopped hosts.
         """
         p = self.population
         of_instances = None if self._instances is None else self._instances.lr_factor
-        of_hosts = [factors for factors in (of_instances, self._given_factors) if factors is not None]
+        runs = None
+        if self.structure.stopped.any():  # of executors that step the weights of all hosts together
+            runs = torch.from_numpy(~self.structure.stopped).to(p.device, non_blocking=True).float()
+        of_hosts = [factors for factors in (of_instances, self._given_factors, runs) if factors is not None]
         if not p.optimizer_spec.is_scheduled and not of_hosts:
             return None
         of_birth = [
@@ -260,7 +263,10 @@ def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
 
 @final
 class SummedScores(NamedTuple):
-    """Sums over a host's examples: the score of each coalition, the loss of the first one, and the weight."""
+    """Sums over a host's examples: the score of each coalition, the loss of the first one, and the weight.
+
+    Of a host without coalitions they are not to be read.
+    """
 
     score: Float64[Tensor, "N K"]
     loss: Float64[Tensor, " N"]
@@ -268,11 +274,13 @@ class SummedScores(NamedTuple):
 
 
 @torch.no_grad()
-def sums(scores: Sequence[Scores]) -> Scores:
-    """[N] from the rows of N hosts, float64."""
-    rows = torch.stack([of_rows for of_host in scores for of_rows in of_host])
-    loss, score, weight = rows.sum(dim=1, dtype=torch.float64).view(len(scores), 3).unbind(dim=1)
-    return Scores(loss, score, weight)
+def sums(scores: Sequence[Scores], hosts: Int[Tensor, " g"], num_envs: int) -> Scores:
+    """[N] from the rows of some hosts by number, float64; 0 for the others."""
+    found = torch.zeros(num_envs, 3, dtype=torch.float64, device=hosts.device)
+    if scores:
+        rows = torch.stack([of_rows for of_host in scores for of_rows in of_host])
+        found[hosts] = rows.sum(dim=1, dtype=torch.float64).view(len(scores), 3)
+    return Scores(*found.unbind(dim=1))
 
 
 def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
@@ -337,10 +345,14 @@ class NetworkExecutor(ABC):
 
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
-        self.costs = self.population.costs(examples(data.dataset, 1)[0])
         self.host_params = self.population.host_params
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
+
+    @cached_property
+    def costs(self) -> SeedCosts:
+        """Of seeds and gates; counted when they are asked for."""
+        return self.population.costs(examples(self.data.dataset, 1)[0])
 
     def working_bytes(self) -> int:
         """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""

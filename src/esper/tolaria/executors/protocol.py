@@ -64,7 +64,8 @@ class Structure:
 
     All arrays are [N, S] unless stated. `germinated` and `released` happened in the step that ended, `panicked` [N]
     hosts were rolled back in it, of `snapshot` [N] hosts a snapshot is taken now, to which `keep` adds single seeds of
-    other hosts. `sets` [N, K, S] are the coalitions that the next step measures, where `sets_valid` [N, K].
+    other hosts. `stopped` [N] hosts are neither trained nor measured from now on. `sets` [N, K, S] are the coalitions
+    that the next step measures, where `sets_valid` [N, K].
     """
 
     t: int
@@ -79,6 +80,7 @@ class Structure:
     panicked: np.ndarray
     snapshot: np.ndarray
     keep: np.ndarray
+    stopped: np.ndarray
     sets: np.ndarray
     sets_valid: np.ndarray
 
@@ -100,6 +102,7 @@ def empty_structure(num_envs: int, num_slots: int) -> Structure:
         panicked=no_host,
         snapshot=no_host,
         keep=no_seed,
+        stopped=no_host,
         sets=no_seed[:, None],
         sets_valid=~no_host[:, None],
     )
@@ -109,8 +112,11 @@ def empty_structure(num_envs: int, num_slots: int) -> Structure:
 class Executor(Protocol):
     """Trains and measures N hosts, and applies changes of their structure."""
 
-    costs: SeedCosts
     host_params: int
+
+    @property
+    def costs(self) -> SeedCosts:
+        """Of seeds and gates."""
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots; a snapshot of them is taken."""
@@ -119,7 +125,7 @@ class Executor(Protocol):
         """Apply to the parameters what the lifecycle decided in the step that ended."""
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
-        """Every host over the batches of a step."""
+        """Every host over the batches of a step, but those that are stopped, whose numbers are not to be read."""
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of all hosts on the validation split; changes nothing."""

@@ -24,7 +24,7 @@ _CHANNELS = 16
 
 @final
 class ScriptedExecutor:
-    """N scripted hosts. Their state is the number of train passes of each seed.
+    """N scripted hosts. Their state is the number of train passes of each host and seed.
 
     Args:
         script: constants of the dynamics.
@@ -48,6 +48,8 @@ class ScriptedExecutor:
         self.host_ids = torch.arange(num_envs, device=device) if host_ids is None else host_ids
         # hosts are the innermost axis in memory, as in SlotState
         self.passes = torch.zeros(num_slots, num_envs, dtype=torch.int64, device=device).t()
+        self.steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._runs = torch.ones(num_envs, dtype=torch.bool, device=device)
         self._nan = torch.full((num_slots, num_envs), torch.nan, device=device).t()
         self._never = torch.zeros(num_slots, num_envs, dtype=torch.bool, device=device).t()
         self._episode, self._t = 0, 0
@@ -71,26 +73,31 @@ class ScriptedExecutor:
         return null.qualities(self.script, self.run_seed, self.host_ids, self._episode)
 
     def reset(self, episode: int) -> None:
-        """Fresh hosts: no seed has been trained."""
+        """Fresh hosts: nothing has been trained."""
         self._begin(episode, t=0)
         self.passes.zero_()
+        self.steps.zero_()
+        self._runs.fill_(True)
 
     def _begin(self, episode: int, t: int) -> None:
         self._episode, self._t = episode, t
         self._quality = self.quality if self.script.permuted else None
 
     def apply_structure(self, structure: Structure) -> None:
-        """Nothing to do: `train_epoch` reads the lifecycle on the device."""
+        """Remember who is stopped; `train_epoch` reads the lifecycle on the device."""
+        self._runs = torch.from_numpy(~structure.stopped).to(self.device, non_blocking=True)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """One more pass for every trained seed; those of seeds that left are set to zero."""
         self._t = t
+        self.steps = self.steps + self._runs
         live = null.trained(self.script, slots.stage, slots.alpha_mode)
         frozen = (slots.stage == SeedStage.BLENDING) & ~live
-        self.passes = torch.where(live, self.passes + 1, torch.where(frozen, self.passes, 0))
+        now = torch.where(live, self.passes + 1, torch.where(frozen, self.passes, 0))
+        self.passes = torch.where(self._runs[:, None], now, self.passes)
         health = null.gradient_health(self.script, slots.stage, slots.alpha_mode, slots.blueprint)
         one = torch.where(torch.isnan(health), self._nan, 1.0)
-        acc = torch.full((len(self.host_ids),), null.host_accuracy(t), device=self.device)
+        acc = null.host_accuracies(self.steps)
         return TrainPass(
             acc=acc,
             loss=null.validation_loss(acc),
@@ -104,7 +111,7 @@ class ScriptedExecutor:
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """Accuracy of each coalition by formula; injected faults replace the loss."""
         strength = self._strength(slots)
-        accuracy = null.coalition_accuracy(self.script, t, strength, coalitions.sets, self._noise())
+        accuracy = null.coalition_accuracy(self.script, self.steps, strength, coalitions.sets, self._noise())
         loss = null.inject_faults(self.script, null.validation_loss(accuracy[:, 0]), self.host_ids, t)
         return ValidationPass(accuracy=accuracy, loss=loss)
 
@@ -113,7 +120,7 @@ class ScriptedExecutor:
         strength = self._strength(slots)
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
         noise = self._noise() if split == "val" else None
-        accuracy = null.coalition_accuracy(self.script, self._t, strength, committed, noise)
+        accuracy = null.coalition_accuracy(self.script, self.steps, strength, committed, noise)
         return ValidationPass(accuracy=accuracy, loss=null.validation_loss(accuracy[:, 0]))
 
     def _strength(self, slots: SlotState) -> Float[Tensor, "N S"]:
@@ -126,8 +133,8 @@ class ScriptedExecutor:
         return null.scripted_noise(self.script, self.run_seed, self.host_ids, self._episode, self._t)
 
     def state_dict(self) -> StateTree:
-        """Passes of each seed, episode and step."""
-        return {"passes": self.passes, "place": torch.tensor([self._episode, self._t])}
+        """Passes of each host and seed, episode and step."""
+        return {"passes": self.passes, "steps": self.steps, "place": torch.tensor([self._episode, self._t])}
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`."""

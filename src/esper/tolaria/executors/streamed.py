@@ -35,7 +35,7 @@ from esper.tolaria.executors.training import (
 )
 
 TrainBatch = Callable[[Tensor, Tensor], Scores]
-"""x [N, B, ...], y [N, B, ...] --> scores of the trained hosts, summed over the batch."""
+"""x [N, B, ...], y [N, B, ...] --> scores [N] of the trained hosts, summed over the batch; 0 for the others."""
 
 
 @final
@@ -59,7 +59,8 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
     rows = begin_training(p, data.structure)
     optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
-    train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
+    running = np.flatnonzero(~data.structure.stopped).tolist()
+    train_batch = train_function(data, running, hosts, rows, slots.alpha)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
         scores = train_batch(x_NB, y_NB)
@@ -81,13 +82,13 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
 def train_function(
     data: HostData, some: Sequence[int], hosts: TrainingCopy, rows: TrainedRows, alpha: Tensor
 ) -> TrainBatch:
-    """A function that computes the gradients of some hosts on a batch, and sets those of the others to zero.
+    """A function that computes gradients and scores of some hosts on a batch, and sets those of the others to zero.
 
     `some` are their numbers; `hosts` and `rows` are the working copies of all hosts and trained seeds; `alpha` [N, S]
     is on the device.
     """
     p, scaler, template = data.population, data.scaler, data.population.host_kind.template
-    draws = {n: p.host_draws(slice(n, n + 1)) for n in some}
+    draws, index = {n: p.host_draws(slice(n, n + 1)) for n in some}, p.index(np.array(some))
     seeds = running_seeds(p, data.structure, alpha, rows)
     streams, buffers = host_streams(p.num_envs, p.device), p.host.buffers.unbind()
     _set_mode(p, training=True)
@@ -110,7 +111,7 @@ def train_function(
                 factor = mean_factor(weight.sum())
                 loss.backward((factor * scaler.scale[n] if scaler.enabled else factor).expand_as(loss))
         streams.join()
-        return sums(scores)
+        return sums(scores, index, p.num_envs)
 
     return train
 
@@ -128,20 +129,20 @@ def sum_scores(
     sets: list[np.ndarray],
     num_columns: int,
 ) -> SummedScores:
-    """`NetworkExecutor.sum_scores` for some of the hosts; `sets` covers all hosts."""
+    """`NetworkExecutor.sum_scores` for some of the hosts, 0 for the others; `sets` covers all hosts."""
     p = data.population
     objective, seeds = data.objectives[batches.split], running_seeds(p, data.structure, alpha, None)
-    plans = {n: data.plan(sets[n]) for n in some}
+    plans = {n: data.plan(sets[n]) for n in some if len(sets[n])}
     states = {n: p.index(np.array(plan.state_of_coalition)) for n, plan in plans.items()}
-    score = torch.zeros(len(some), num_columns, dtype=torch.float64, device=p.device)
-    loss = torch.zeros(len(some), dtype=torch.float64, device=p.device)
+    score = torch.zeros(p.num_envs, num_columns, dtype=torch.float64, device=p.device)
+    loss = torch.zeros(p.num_envs, dtype=torch.float64, device=p.device)
     weight = torch.zeros_like(loss)
     streams = host_streams(p.num_envs, p.device)
-    draws = {n: p.host_draws(slice(n, n + 1), trains=False) for n in some}
+    draws = {n: p.host_draws(slice(n, n + 1), trains=False) for n in plans}
     _set_mode(p, training=False)
-    for x, y in batches:
+    for x, y in batches if plans else ():
         streams.fork()
-        for i, (n, plan) in enumerate(plans.items()):
+        for n, plan in plans.items():
             size = data.examples_at_once(plan.num_states)
             x_n, y_n = (x, y) if batches.chosen is None else (x[n], y[n])
             with streams.of(n):
@@ -149,11 +150,11 @@ def sum_scores(
                     outputs = _state_outputs(data, n, plan, seeds[n], some_x, draws[n])
                     targets = some_y.repeat(plan.num_states, *(1,) * (some_y.dim() - 1))
                     found = objective.score(outputs, targets).view(plan.num_states, -1)
-                    score[i, : len(states[n])] += found.sum(dim=1, dtype=torch.float64)[states[n]]
+                    score[n, : len(states[n])] += found.sum(dim=1, dtype=torch.float64)[states[n]]
                     first = outputs.unflatten(0, (plan.num_states, -1))[plan.state_of_coalition[0]]
                     main = objective.scores(first, some_y)
-                    loss[i] += main.loss.sum(dtype=torch.float64)
-                    weight[i] += main.weight.sum(dtype=torch.float64)
+                    loss[n] += main.loss.sum(dtype=torch.float64)
+                    weight[n] += main.weight.sum(dtype=torch.float64)
         streams.join()
     return SummedScores(score, loss, weight)
 

@@ -88,6 +88,7 @@ class TrainedRows:
 def trained_mask(structure: Structure) -> np.ndarray:
     """[N, S]: seeds trained in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
     trained: np.ndarray = np.isin(structure.stage, tuple(TRAINED)) & (structure.alpha_mode != AlphaMode.DOWN)
+    trained &= ~structure.stopped[:, None]
     return trained
 
 

@@ -90,16 +90,16 @@ class NativeExecutor(NetworkExecutor):
                 f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
             )
 
-    def _split_hosts(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hosts that compiled C++ runs, and those that PyTorch runs."""
+    def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the hosts that run [N] those that compiled C++ runs, and those that PyTorch runs."""
         native = self._programs.can_run(codes)
-        return np.flatnonzero(native), np.flatnonzero(~native)
+        return np.flatnonzero(native & runs), np.flatnonzero(~native & runs)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, data = self.population, self.data
         codes = structure_codes(data.structure, training=True)
-        ours, others = self._split_hosts(codes)
+        ours, others = self._split_hosts(codes, ~data.structure.stopped)
         if not ours.size:
             return streamed.train_epoch(data, t, slots)
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
@@ -112,7 +112,7 @@ class NativeExecutor(NetworkExecutor):
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
             work = Workload.of_each([self._programs.step(code.tobytes()) for code in codes[others]])
-            totals[others] = self._train_in_pytorch(batches, train, work, spaces.of(others))
+            totals += self._train_in_pytorch(batches, train, work, spaces.of(others))
         spaces.rows(Space.TOTALS, totals)
         work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
         assert batches.order is not None
@@ -137,8 +137,8 @@ class NativeExecutor(NetworkExecutor):
     def _train_in_pytorch(
         self, batches: SharedBatchIterator, train: streamed.TrainBatch, step: Workload, spaces: Spaces
     ) -> Tensor:
-        """Train the other hosts; the summed losses and the correct answers of each, [H, 2]."""
-        totals = torch.zeros(len(spaces.begin), 2, dtype=torch.float64)
+        """Train the other hosts; the summed losses and the correct answers of each, [N, 2]."""
+        totals = torch.zeros(self.population.num_envs, 2, dtype=torch.float64)
         for x_NB, y_NB in batches:
             scores = train(x_NB, y_NB)
             self._machine.run(step, spaces, 1)
@@ -157,9 +157,10 @@ class NativeExecutor(NetworkExecutor):
         """See `NetworkExecutor`."""
         p, alpha = self.population, alpha.contiguous()
         codes = structure_codes(self.data.structure, training=False)
-        ours, others = self._split_hosts(codes)
+        ours, others = self._split_hosts(codes, np.array([len(rows) > 0 for rows in sets]))
+        found = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
         if not ours.size:
-            return streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
+            return found
         plans = [plan_prefixes(sets[n], self.data.execution_order) for n in ours]
         programs = [
             self._programs.measuring(codes[n].tobytes(), plan.steps) for n, plan in zip(ours, plans, strict=True)
@@ -168,8 +169,8 @@ class NativeExecutor(NetworkExecutor):
         totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
         labels, order, weight = stored.y, None, torch.full((p.num_envs,), float(len(stored)), dtype=torch.float64)
+        own = torch.from_numpy(ours)
         if batches.chosen is not None:
-            own = torch.from_numpy(ours)
             labels, order, weight = batches.chosen.target[own], batches.chosen.index[own], batches.chosen.count.double()
         examples = Examples(stored.x, labels, order, _EXAMPLES, padded=True, table=self._table)
         self._machine.run_batches(Workload.of_each(programs), spaces, examples)
@@ -179,25 +180,13 @@ class NativeExecutor(NetworkExecutor):
         index = torch.from_numpy(states)
         hits, losses = totals[..., 1].gather(1, index), totals[..., 0].gather(1, index[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in ours])
-        found = SummedScores(hits * valid, losses, weight)
-        if others.size:
-            theirs = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
-            score, loss = _merged(ours, found[:2], others, theirs[:2])
-            found = found._replace(score=score, loss=loss)
-        return found
+        found.score[own], found.loss[own] = hits * valid, losses
+        return found._replace(weight=weight)
 
 
 def _values_of_bytes(inputs: Inputs, channels: int) -> Tensor:
     """[C, 256]: the inputs that the bytes of each channel become."""
     return inputs(torch.arange(256, dtype=torch.uint8).expand(channels, 256)[..., None])[..., 0].contiguous()
-
-
-def _merged(
-    ours: np.ndarray, results: tuple[Tensor, ...], others: np.ndarray, theirs: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """The results of all hosts, in order."""
-    order = torch.from_numpy(np.argsort(np.concatenate((ours, others))))
-    return tuple(torch.cat((a, b))[order] for a, b in zip(results, theirs, strict=True))
 
 
 def _of_equal_size(bounds: list[tuple[int, int]]) -> Iterator[tuple[slice, int]]:

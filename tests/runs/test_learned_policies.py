@@ -86,8 +86,10 @@ def test_the_policy_of_a_run_and_its_file_decide_alike(policy: Path, tmp_path: P
 
 def test_a_policy_plays_hosts_of_another_number_of_slots_without_being_changed(policy: Path, tmp_path: Path) -> None:
     before = policy.read_bytes()
-    with registered(replace(task_by_name("faulty_null"), name="single", enabled=("r0c0",), best_schedule=None)):
-        command = ["evaluate", str(policy), "--task", "single", "--num-envs", "3", "--episode-length", "5"]
+    with registered(
+        replace(task_by_name("faulty_null"), name="one_scripted_slot", enabled=("r0c0",), best_schedule=None)
+    ):
+        command = ["evaluate", str(policy), "--task", "one_scripted_slot", "--num-envs", "3", "--episode-length", "5"]
         assert main([*command, "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     assert {row["name"] for row in found["controllers"]} == {"mine.safetensors", "wait_only"}

@@ -19,8 +19,8 @@ from esper.tasks.registry import register_task
 from esper.telemetry.progress import RunConsole
 from small_runs import contents, main
 
-register_task(tiny.task(name="one_slot", enabled=("r0c1",)))
-TASKS = ("faulty_null", "faulty_null", "one_slot")
+register_task(tiny.task(name="tiny_single", enabled=("r0c1",)))
+TASKS = ("faulty_null", "faulty_null", "tiny_single")
 SIZES = {"num_envs": 3, "episode_length": 6, "workers": 1}
 PPO = {"feature_width": 8, "hidden_width": 8, "update_epochs": 1, "num_minibatches": 2}
 
@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tasks_take_turns_and_every_round_trains_the_one_policy(undisturbed: Path) -> None:
     lines = [json.loads(line) for line in (undisturbed / METRICS).read_text().splitlines()]
     assert [(line["round"], line["task"]) for line in lines] == [
-        (1, "faulty_null"), (2, "faulty_null"), (3, "one_slot"), (4, "faulty_null")
+        (1, "faulty_null"), (2, "faulty_null"), (3, "tiny_single"), (4, "faulty_null")
     ]  # fmt: skip
     assert all(line["optimizer_steps"] > 0 for line in lines)
     about, state = read_state(undisturbed / STATE)

@@ -307,8 +307,8 @@ def test_a_controller_plays_other_tasks_steps_and_slots(
     longer = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "b.json")
     assert (longer["task"], longer["episode_length"]) == ("tiny", 7)
     assert sum(longer["controllers"][0]["ops"].values()) == 2 * 7
-    with registered(tiny.task(name="one_slot", enabled=("r0c1",))):
-        fewer = compared([str(run), "--task", "one_slot", "wait_only", "--num-envs", "2"], tmp_path / "c.json")
+    with registered(tiny.task(name="second_slot", enabled=("r0c1",))):
+        fewer = compared([str(run), "--task", "second_slot", "wait_only", "--num-envs", "2"], tmp_path / "c.json")
         assert sum(fewer["controllers"][0]["ops"].values()) == 2 * fewer["episode_length"]
     assert contents(run) == before
 

@@ -23,7 +23,7 @@ def test_the_published_values():
     small, paper = resolve({"preset": "small"}), resolve({"preset": "paper"})
     assert (small.rounds, small.num_envs, small.reward.mode) == (100, 16, "objective")
     assert (small.ppo.hidden_width, small.ppo.update_epochs, small.ppo.num_minibatches, small.ppo.lr) == (
-        128,
+        64,
         4,
         4,
         5e-4,

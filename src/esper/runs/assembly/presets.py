@@ -1,7 +1,7 @@
 """Presets, and how a configuration is resolved from preset, task, file and command line.
 
 quickstart   10 rounds of 16 hosts, minutes on two CPU cores: `make train`
-small        100 rounds of 16 hosts, network of width 128
+small        100 rounds of 16 hosts, network of width 64 for each slot
 learn        120 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: a controller that beats
              the best schedule and the best rule that a search of equal cost finds (`make learn`)
 paper        the published size: 200 rounds of 12 hosts, network of width 512, one full-batch epoch per update

@@ -68,13 +68,6 @@ def test_a_host_is_trained_alike_alone_and_among_others():
         assert values[2] == alone.instance[name][0]
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one():
-    whole, shared = episode(4), episode(4, workers=2)
-    assert np.array_equal(whole.val_acc, shared.val_acc)
-    assert np.array_equal(whole.committed_acc, shared.committed_acc)
-
-
 def test_copies_are_the_same_host():
     copies, hosts = episode(4, distinct_hosts=2), episode(2)
     for n in range(4):

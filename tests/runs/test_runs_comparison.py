@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(shared_run: Callable[..., Path]) -> Path:
     """A run of two rounds on real hosts."""
-    path = tmp_path_factory.mktemp("evaluate") / "run"
-    assert small_runs.train(path, "tiny", 2) == 0
-    return path
+    return shared_run("tiny", 2)
 
 
 def outcome_of(controller: Controller, config: RunConfig, hosts: int = 1, seed: int = 1) -> Outcome:
@@ -230,13 +229,9 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
 
 
 @pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def seeds(shared_run: Callable[..., Path]) -> list[str]:
     """Two runs on scripted hosts that differ in their seed."""
-    folder = tmp_path_factory.mktemp("seeds")
-    paths = [folder / f"run{seed}" for seed in (0, 1)]
-    for seed, path in enumerate(paths):
-        assert small_runs.train(path, "null", 1, "--seed", str(seed)) == 0
-    return [str(path) for path in paths]
+    return [str(shared_run("null", 1, *seed)) for seed in ((), ("--seed", "1"))]
 
 
 def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(

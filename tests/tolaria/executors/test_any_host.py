@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 from against_streamed import (
+    EXECUTORS,
     TWELVE,
     compare,
+    fused,
     grow_different_seeds,
     in_every_stage_and_blend,
     same_pass,
@@ -23,7 +25,6 @@ from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextTo
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.network import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset
 from tokens import TokenHostSpec, token_seeds
@@ -31,12 +32,7 @@ from tokens import TokenHostSpec, token_seeds
 S = SeedStage
 
 
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
-
-
-EXECUTORS = {"streamed": lambda data: tiny.StreamedExecutor(data), "fused": fused}
-each_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+each_executor = pytest.mark.parametrize("executor", ["streamed", "fused"])
 
 
 @pytest.fixture(autouse=True)

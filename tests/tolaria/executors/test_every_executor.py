@@ -5,30 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from against_streamed import EXECUTORS
 from torch.overrides import TorchFunctionMode
 
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
-WRAP = {
-    "streamed": StreamedExecutor,
-    "fused": lambda data: FusedExecutor(data, measures_together=True),
-    "native": NativeExecutor,
-}
 
-every_executor = pytest.mark.parametrize("executor", list(WRAP))
+every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
 every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
 
 
 def bench_of(executor: str, num_envs: int = 1) -> Bench:
     bench = Bench(num_envs)
-    bench.executor = WRAP[executor](bench.executor.data)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
     return bench
 
 
@@ -39,11 +32,11 @@ def grown_bench(executor: str) -> Bench:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-@every_algorithm
 @pytest.mark.parametrize(
-    ("executor", "family"),
-    [*((name, HostFamily.CNN) for name in WRAP), *((name, HostFamily.TRANSFORMER) for name in ("streamed", "fused"))],
-)
+    ("executor", "family", "algorithm"),
+    [*((executor, HostFamily.CNN, algorithm) for executor in EXECUTORS for algorithm in (ADD, MULTIPLY, GATE)),
+     *((executor, HostFamily.TRANSFORMER, GATE) for executor in ("streamed", "fused"))],
+)  # fmt: skip
 def test_hidden_seeds_do_not_change_the_training_of_their_host_by_a_bit(executor, family, algorithm):
     alone, grown = bench_of(executor, 2), bench_of(executor, 2)
     for bench in (alone, grown):

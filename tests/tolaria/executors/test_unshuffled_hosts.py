@@ -2,24 +2,16 @@
 
 import pytest
 import torch
-from against_streamed import compare, grow_different_seeds
+from against_streamed import EXECUTORS, compare, grow_different_seeds
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import CropAndFlip
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CLASSES, SLOTS
 
 SPEC = CNNHostSpec(in_channels=2, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES, unshuffle=2)
 SIZE = (6, 10)  # 3x5 after it, which is odd
-WRAP = {
-    "streamed": StreamedExecutor,
-    "native": NativeExecutor,
-    "fused": lambda data: FusedExecutor(data, measures_together=True),
-}
 
 
 def images(augmentation: CropAndFlip | None = None) -> Dataset:
@@ -40,4 +32,4 @@ def settings(augmentation: CropAndFlip | None = None) -> dict[str, object]:
 @pytest.mark.parametrize("executor", ["native", "fused"])
 @pytest.mark.parametrize("augmentation", [None, CropAndFlip(1)], ids=["plain", "augmented"])
 def test_hosts_with_seeds_are_those_of_the_streamed_executor(executor, augmentation):
-    compare(WRAP[executor], grow_different_seeds, num_envs=5, **settings(augmentation))
+    compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, **settings(augmentation))

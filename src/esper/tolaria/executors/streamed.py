@@ -26,11 +26,9 @@ from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedSco
 from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.executors.training import (
     SlotsOfHost,
-    StackedOptimizer,
     TrainedRows,
+    begin_hosts,
     begin_training,
-    finish_training,
-    gradient_statistics,
     running_seeds,
 )
 
@@ -56,26 +54,8 @@ class StreamedExecutor(NetworkExecutor):
 def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     """Every host over its whole train split, in its own order."""
     p = data.population
-    hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
-    rows = begin_training(p, data.structure)
-    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
-    train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
-
-    def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
-        scores = train_batch(x_NB, y_NB)
-        optimizer.unscale()
-        return scores
-
-    train_pass = run_epoch(
-        data.train_batches(t),
-        data.objective,
-        train=train,
-        statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
-        step=optimizer.step,
-    )
-    p.host.finish(hosts)
-    finish_training(p, rows)
-    return train_pass
+    hosts, rows = begin_hosts(p), begin_training(p, data.structure)
+    return run_epoch(data, t, hosts, rows, train_function(data, range(p.num_envs), hosts, rows, slots.alpha))
 
 
 def train_function(

@@ -43,7 +43,7 @@ from esper.leyline.objective import Objective, Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
 from esper.tolaria.executors import streamed
-from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor, run_epoch
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor
 from esper.tolaria.executors.protocol import Structure, TrainPass
 from esper.tolaria.executors.training import (
     TrainedRows,
@@ -529,7 +529,7 @@ class FusedExecutor(NetworkExecutor):
         groups = [group for of_slot in of_slots.values() for group in of_slot]
         trained = [host, *(rows for group in groups for rows in (group.seed, group.gate) if rows and rows.grads)]
         self.stacked_modules.train(True)
-        outputs = run_epoch(data, t, hosts, rows, partial(self._train_batch, trained, of_slots))
+        outputs = streamed.run_epoch(data, t, hosts, rows, partial(self._train_batch, trained, of_slots))
         for group in groups:
             if group.running.shape[1]:
                 p.seeds.buffers[group.rows, : group.running.shape[1]] = group.running

@@ -7,7 +7,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple, final
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
-from esper.kasmina.parameters.population import Population, TrainingCopy, channels_last, runs_channels_last
+from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SlotState
@@ -39,7 +39,6 @@ from esper.tolaria.executors.protocol import (
     ValidationPass,
     empty_structure,
 )
-from esper.tolaria.executors.training import StackedOptimizer, TrainedRows, finish_training, gradient_statistics
 
 _CPU = torch.device("cpu")
 _MAX_FLOATS, _MAX_FLOATS_ON_CPU = 2**24, 2**21
@@ -401,35 +400,6 @@ class NetworkExecutor(ABC):
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided."""
         self.data.apply_structure(structure)
-
-
-def run_epoch(
-    data: HostData, t: int, hosts: TrainingCopy, rows: TrainedRows, train: Callable[[Tensor, Tensor], Scores]
-) -> TrainPass:
-    """Train all hosts on every batch of a step, and write the working copies back.
-
-    Args:
-        data: of the hosts.
-        t: the step.
-        hosts: working copies of all of them.
-        rows: those of the seeds and gates that are trained.
-        train: forward and backward of a batch x [N, B, ...] and y [N, B, ...]; leaves scaled gradients in place and
-            returns scores [N], summed over the batch in float64.
-    """
-    p, batches = data.population, data.train_batches(t)
-    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
-    last, total = len(batches) - 1, None
-    for i, (x_NB, y_NB) in enumerate(batches):
-        scores = train(x_NB, y_NB)
-        optimizer.unscale()
-        if i == last:
-            gradients = gradient_statistics(p, data.structure, rows, hosts.grad)
-        optimizer.step()
-        total = scores if total is None else Scores(*(a + b for a, b in zip(total, scores, strict=True)))
-    assert total is not None, "a split has at least one batch"
-    p.host.finish(hosts)
-    finish_training(p, rows)
-    return train_pass(data.objective, total, gradients)
 
 
 def train_pass(objective: Objective, total: Scores, gradients: GradientStatistics) -> TrainPass:

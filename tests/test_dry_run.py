@@ -64,7 +64,7 @@ def grown(num_slots: int, blueprints: tuple[int, ...]) -> Structure:
 
 
 @pytest.mark.parametrize(
-    ("task", "mode"), [*(("null", mode) for mode in MODES), ("digits", "objective"), ("tiny_transformer", "objective")]
+    ("task", "mode"), [*(("null", mode) for mode in MODES), ("tiny", "objective"), ("tiny_transformer", "objective")]
 )
 def test_a_round_keeps_to_one_device_and_reads_nothing_but_by_host_read(task, mode):
     config = resolve({**SMALL, "task": task, "reward": {"mode": mode}})
@@ -76,7 +76,8 @@ def test_a_round_keeps_to_one_device_and_reads_nothing_but_by_host_read(task, mo
         if task != "null":
             engine.executor.apply_structure(grown(engine.spec.num_slots, engine.spec.selectable))
         assert engine.rollout(client).cost.reads == STEPS  # the one of the statistics comes after
-        assert client.update()["optimizer_steps"] == 0.0
+        if mode == "objective":  # an update does not know the mode
+            assert client.update()["optimizer_steps"] == 0.0
 
 
 def test_host_read_gives_zeros():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from own_tasks import MyNet, grow, images, own_task
+from own_tasks import MyNet, images, own_task
 
 import esper
-from esper.leyline.errors import ConfigError, ExportError
+from esper.leyline.errors import ConfigError
 
 TASK = r"an esper.Task\(model=..., slots=..., train=...\), a specification of a task or text"
 WRONG = [
@@ -54,12 +54,6 @@ def test_arguments_of_another_name_or_type_are_refused_at_the_border(call, said)
 def test_numbers_of_numpy_are_numbers():
     task = own_task(batch=np.int64(16), lr=np.float32(0.5), seed=np.int32(1))
     assert (type(task.spec.batch_train), task.spec.optimizer.host_lr) == (int, 0.5)
-
-
-def test_a_format_that_does_not_exist_is_refused(tmp_path):
-    grown = grow(own_task(episode_length=2), "wait_only")
-    with pytest.raises(ExportError, match="there is no format 'onx'; did you mean 'onnx'"):
-        grown.save(tmp_path / "grown", formats=["onx"])
 
 
 def test_five_examples_are_a_task():

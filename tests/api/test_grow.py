@@ -37,6 +37,11 @@ def task():
 
 
 @pytest.fixture(scope="module")
+def run(task, tmp_path_factory):
+    return train(task, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
 def grown(task):
     return grow(task, keep(slot=1, blueprint=CONV_LIGHT), seed=4)
 
@@ -136,8 +141,7 @@ def test_the_best_of_several_has_the_most_points_of_validation(task):
     assert one[1].test_points == pytest.approx(accuracy(one[1].module, *images(20)))
 
 
-def test_a_trained_controller_draws_by_the_seed(task, tmp_path):
-    run = train(task, tmp_path)
+def test_a_trained_controller_draws_by_the_seed(task, run):
     first, again, other = (grow(task, run, seed=seed) for seed in (1, 1, 2))
     assert first.timeline == again.timeline
     assert torch.equal(first.module.network.head.weight, again.module.network.head.weight)
@@ -145,8 +149,7 @@ def test_a_trained_controller_draws_by_the_seed(task, tmp_path):
     assert len(grow(task, run, steps=4).timeline) > 0
 
 
-def test_a_controller_grows_other_tasks_with_other_slots_of_another_family(task, tmp_path):
-    run = train(task, tmp_path)
+def test_a_controller_grows_other_tasks_with_other_slots_of_another_family(run):
     resnet = esper.Task(
         model=ResNet8, slots=["stem", "layer3"], train=images(24, 10, (3, 16, 16)), batch=8, episode_length=2
     )
@@ -253,8 +256,7 @@ def test_a_structure_that_is_given_grows_from_the_first_step(task):
     assert json.loads(found.timeline.text())[-1]["event"] == "end"
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused"])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(("both", "executor"), [(False, "streamed"), (True, "fused")])
 def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_agrees(both, executor):
     germinate = canonical_action(LifecycleOp.GERMINATE, slot=0, blueprint=NORM, tempo=FAST, style=Style.GATED_GATE)
     fossilize = canonical_action(LifecycleOp.FOSSILIZE, slot=0)

@@ -1,6 +1,8 @@
 """Networks that take and return several tensors: as tasks, in every executor, and grown."""
 
 import pickle
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
+from esper.api.grow import Grown
 from esper.leyline.errors import EsperError
 from networks_of_several import (
     BOXES,
@@ -60,7 +63,13 @@ def detector(**changes: object) -> esper.Task:
     return esper.Task(Detector, ["body"], **{**given, **changes})
 
 
-def grown(task: esper.Task, executor: str = "streamed", **changes: object) -> object:
+@cache
+def grown_of(make: Callable[[], esper.Task], executor: str = "streamed") -> Grown:
+    """What grows of a task as it is."""
+    return grown(make(), executor)
+
+
+def grown(task: esper.Task, executor: str = "streamed", **changes: object) -> Grown:
     settings = {**SMALL, "executor": executor, "best_of": 2, "steps": 12, "progress": False, **changes}
     return esper.grow(task, "fixed_schedule", **settings)
 
@@ -74,8 +83,7 @@ def test_the_targets_decide_for_the_output_that_is_chosen():
 @pytest.mark.parametrize("make", [gpt, bert, towers, vae, detector])
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_each_kind_trains_and_what_grew_takes_and_returns_what_the_network_does(make, executor):
-    task = make()
-    found = grown(task, executor)
+    task, found = make(), grown_of(make, executor)
     module, data, objective = found.module, task.spec.load(None, 0), task.spec.objective
     args, kwargs = found.network.host.arguments(data.test.x)
     with torch.no_grad():
@@ -101,8 +109,9 @@ def test_several_tensors_give_to_the_bit_what_the_same_network_gives_of_one(exec
     joined = torch.cat((IMAGES.flatten(1), META), dim=1)
     one = esper.Task(JoinedTowers, ["image"], (joined, CLASSES), name="towers", **SHORT)
     text = esper.Task(JoinedBert, ["layer"], (torch.cat([*TEXT.values()], dim=1), CLASSES), name="bert", **SHORT)
-    for several, alone in ((towers(), one), (bert(), text)):
-        weights = [dict(grown(task, executor).module.network.named_parameters()) for task in (several, alone)]
+    for several, alone in ((towers, one), (bert, text)):
+        both = grown_of(several, executor), grown(alone, executor)
+        weights = [dict(found.module.network.named_parameters()) for found in both]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
@@ -142,7 +151,7 @@ def test_a_loss_of_several_tensors_has_the_value_of_plain_pytorch():
 
 def test_inputs_see_the_structure_and_may_make_another():
     by_name = bert(train=(TEXT["input_ids"], CLASSES), inputs=lambda x: {"input_ids": x, "attention_mask": x != 0})
-    assert grown(by_name).points == grown(bert()).points
+    assert grown(by_name).points == grown_of(bert).points
     stored = {"pixels": (40 * IMAGES.abs()).byte(), "meta": META}
     from_bytes = towers(train=(stored, CLASSES), inputs=lambda of: (of["pixels"].float() / 40, of["meta"]))
     data = from_bytes.spec.load(None, 0)

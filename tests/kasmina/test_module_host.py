@@ -11,7 +11,6 @@ from torch import nn
 
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import StackedTemplate
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -239,47 +238,6 @@ def test_shared_prefixes_give_the_outputs_of_separate_passes():
     both = built(x, lambda slot, h: torch.cat((h, 3.0 * h)))
     separate = (built(x, lambda slot, h: h), built(x, lambda slot, h: 3.0 * h))
     torch.testing.assert_close(both, torch.cat(separate))
-
-
-def test_dropout_is_keyed():
-    x = normal(8, 6)
-    built = host(ModuleHostSpec.of(MLP, ["body.0"], x)).train()
-    outputs, before = [], torch.get_rng_state()
-    for step in (1, 1, 2):
-        draw_for(dropout_layers(built), Draws(Moment(0, t=step), torch.zeros(1, dtype=torch.int64), 1))
-        outputs.append(built(x, lambda slot, h: h))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(outputs[0], outputs[1])
-    assert not torch.equal(outputs[0], outputs[2])
-
-
-def test_a_template_runs_the_host_on_a_row_and_the_row_gets_the_gradient():
-    built = host(resnet())
-    kind = host_kind(copy.deepcopy(built), CPU)
-    kind.template.train(False)
-    row = kind.template.parameters.pack(dict(built.named_parameters())).requires_grad_()
-    kind.template.bind(row, kind.template.buffers.pack(dict(built.named_buffers())))
-    out = kind.template(IMAGES, lambda slot, h: h)
-    assert torch.equal(out, built(IMAGES, lambda slot, h: h))
-    out.sum().backward()
-    built(IMAGES, lambda slot, h: h).sum().backward()
-    grads = kind.template.parameters.unpack(row.grad)
-    for name, parameter in built.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad)
-
-
-def test_tied_weights_are_one_parameter_with_the_gradient_of_both_uses():
-    tokens = TOKENS % 5
-    spec = ModuleHostSpec.of(Tied, ["mix"], tokens)
-    assert spec.num_params() == 20 + 20
-    built = host(spec)
-    kind = host_kind(copy.deepcopy(built), CPU)
-    row = kind.template.parameters.pack(dict(built.named_parameters())).requires_grad_()
-    kind.template.bind(row, torch.zeros(0))
-    kind.template(tokens, lambda slot, h: h).square().sum().backward()
-    built(tokens, lambda slot, h: h).square().sum().backward()
-    table = kind.template.parameters.unpack(row.grad)["network.embed.weight"]
-    torch.testing.assert_close(table, built.network.embed.weight.grad)
 
 
 class Orthogonal(Skip):

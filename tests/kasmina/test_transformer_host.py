@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention
-from esper.kasmina.hosts.host import Apply, HostSpec, InjectionPoint
+from esper.kasmina.hosts.host import HostSpec, InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, parameter_layout
-from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
+from esper.kasmina.parameters.layout import parameter_layout
+from esper.kasmina.parameters.stacking import can_stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
 
@@ -35,10 +35,6 @@ def text(rows: int = 3, tokens: int = 7, vocabulary: int = 11, seed: int = 0) ->
 
 def unchanged(slot_id: str, h: Tensor) -> Tensor:
     return h
-
-
-SHAKESPEARE = {"vocabulary": 256, "width": 128, "heads": 4, "layers": 4, "segments": 4, "context": 128}
-STORIES = {"vocabulary": 50257, "width": 384, "heads": 6, "layers": 6, "segments": 3, "context": 256}
 
 
 def test_points_end_the_segments_and_are_met_in_the_order_of_the_forward_pass():
@@ -209,44 +205,6 @@ def test_attention_that_drops_weights_trains_in_half_precision():
 
 
 # -- many hosts at once -----------------------------------------------------------------------------------------------
-
-
-def test_stacked_hosts_give_each_host_its_own_logits_and_gradients():
-    num_hosts, rows, built = 3, 2, host(dropout=0.1)
-    assert can_stack_layers(built)
-    layout = parameter_layout(built)
-    slab = torch.randn(num_hosts, layout.total + 5, generator=torch.Generator().manual_seed(1))[:, : layout.total] * 0.3
-    x = text(rows * num_hosts).view(rows, num_hosts, 7)
-    pull = torch.randn(rows, num_hosts, 7, 11, generator=torch.Generator().manual_seed(2))
-
-    def half(slot_id: str, h: Tensor) -> Tensor:
-        return 0.5 * h
-
-    stacked = StackedTemplate(stack_layers(built), layout, buffer_layout(built))
-    leaves = tuple(view.requires_grad_() for view in stacked.views(slab))
-    stacked.train(True)
-    stacked.bind(leaves, ())
-    draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(num_hosts), 0))
-    together = stacked(x.flatten(0, 1).int(), half).unflatten(0, (rows, num_hosts))
-    grads = torch.autograd.grad((together * pull).sum(), leaves)
-    for g in range(num_hosts):
-        logits, own = alone(
-            built, layout.unpack(slab[g]), Draws(Moment(0), torch.tensor([g]), 0), x[:, g], half, pull[:, g]
-        )
-        torch.testing.assert_close(together[:, g], logits, atol=2e-5, rtol=1e-4)
-        for name, ours, theirs in zip(own, (grad[g] for grad in grads), own.values(), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3, msg=name)
-
-
-def alone(
-    built: TransformerHost, weights: dict[str, Tensor], draws: Draws, x: Tensor, apply: Apply, pull: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients of one host by itself."""
-    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    draw_for(dropout_layers(built), draws)
-    logits = torch.func.functional_call(built.train(), leaves, (x, apply), tie_weights=True)
-    grads = torch.autograd.grad((logits * pull).sum(), tuple(leaves.values()))
-    return logits, dict(zip(leaves, grads, strict=True))
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

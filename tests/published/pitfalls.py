@@ -12,41 +12,6 @@ from published.data import images, vectors
 from published.entry import Published
 
 
-class ChannelsLast(nn.Module):
-    """Converts to channels-last memory in forward, as vendors recommend."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.conv2, self.fc = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.conv2(x))
-        return self.fc(x.mean((2, 3)))
-
-
-class Counting(nn.Module):
-    """Buffers that are written in place beside BatchNorm: a counter and an average of the features."""
-
-    def __init__(self, decay: float = 0.9) -> None:
-        super().__init__()
-        self.decay = decay
-        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.fc = nn.Linear(8, 3)
-        self.register_buffer("updates", torch.zeros(()))
-        self.register_buffer("average", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.bn(self.conv(x)))
-        features = h.mean((2, 3))
-        if self.training:
-            self.updates += 1
-            self.average.mul_(self.decay).add_(features.detach().mean(0), alpha=1 - self.decay)
-        return self.fc(features - self.average)
-
-
 class Style(nn.Module):
     """InstanceNorm with running statistics."""
 
@@ -259,10 +224,6 @@ class SelfNormalizing(nn.Module):
 
 
 NETWORKS = [
-    Published(name="channels-last host", style="vendors' guides", model=ChannelsLast, slots=["conv1", "conv2"],
-              data=images, shows="channels-last memory from the first line of forward on"),
-    Published(name="counter and EMA", style="VQ-VAE, BYOL", model=Counting, slots=["bn"], data=images,
-              shows="buffers written in place beside BatchNorm"),
     Published(name="instance norm", style="style transfer", model=Style, slots=["norm1", "conv2"], data=images,
               shows="InstanceNorm with running statistics beside BatchNorm"),
     Published(name="layer_1 and layer.1", style="tutorials", model=SimilarNames, slots=["layer_1", "layer.1"],

@@ -97,39 +97,6 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
-class MinGPT(nn.Module):
-    """With a buffer for the mask, as before `scaled_dot_product_attention`."""
-
-    def __init__(self, vocab=17, width=16, context=16, heads=2):
-        super().__init__()
-        self.tok_emb = nn.Embedding(vocab, width)
-        self.pos_emb = nn.Parameter(torch.zeros(1, context, width))
-        self.drop = nn.Dropout(0.1)
-        self.key, self.query, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.proj = nn.Linear(width, width)
-        self.register_buffer("mask", torch.tril(torch.ones(context, context)).view(1, 1, context, context))
-        self.n_head = heads
-        self.ln = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def attention(self, x):
-        B, T, C = x.size()
-        k, q, v = (
-            f(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for f in (self.key, self.query, self.value)
-        )
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
-        y = self.drop(F.softmax(att, dim=-1)) @ v
-        return self.proj(y.transpose(1, 2).contiguous().view(B, T, C))
-
-    def forward(self, idx):
-        _, t = idx.size()
-        x = self.drop(self.tok_emb(idx) + self.pos_emb[:, :t, :])
-        x = x + self.attention(self.ln(x))
-        return self.head(x + self.mlp(x))
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps=1e-6):
         super().__init__()
@@ -260,30 +227,6 @@ class BertForSequenceClassification(nn.Module):
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=(h,))
 
 
-class T5Encoder(nn.Module):
-    """Relative positions in buckets, a table of biases by head."""
-
-    def __init__(self, vocab=17, width=16, heads=2, classes=2):
-        super().__init__()
-        self.shared = nn.Embedding(vocab, width)
-        self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.relative_attention_bias = nn.Embedding(8, heads)
-        self.wi, self.wo, self.heads = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), heads
-        self.norm = RMSNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, input_ids):
-        h = self.shared(input_ids)
-        b, t, c = h.shape
-        place = torch.arange(t, device=h.device)
-        bucket = (place[None, :] - place[:, None]).clamp(-4, 3) + 4
-        bias = self.relative_attention_bias(bucket).permute(2, 0, 1).unsqueeze(0)
-        q, k, v = self.qkv(self.norm(h)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        h = h + self.o(((q @ k.transpose(-1, -2) + bias).softmax(-1) @ v).transpose(1, 2).reshape(b, t, c))
-        h = h + self.wo(F.relu(self.wi(self.norm(h))))
-        return self.head(h.mean(dim=1))
-
-
 class PaddedEncoder(nn.Module):
     """nn.TransformerEncoder with a mask made of the tokens themselves."""
 
@@ -315,19 +258,6 @@ def masked_parity() -> tuple[dict[str, Tensor], Tensor]:
 # -- recurrent and convolutional --------------------------------------------------------------------------------------
 
 
-class LSTMClassifier(nn.Module):
-    def __init__(self, vocab=17, hidden=16):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, hidden)
-        self.lstm = nn.LSTM(hidden, hidden, num_layers=2, bidirectional=True, dropout=0.5, batch_first=True)
-        self.proj = nn.Linear(2 * hidden, hidden)
-        self.fc = nn.Linear(hidden, 2)
-
-    def forward(self, text):
-        _, (hidden, _) = self.lstm(self.embedding(text))
-        return self.fc(torch.relu(self.proj(torch.cat((hidden[-2, :, :], hidden[-1, :, :]), dim=1))))
-
-
 class PackedGRU(nn.Module):
     """Two inputs: sequences and their lengths."""
 
@@ -342,83 +272,6 @@ class PackedGRU(nn.Module):
         packed = pack_padded_sequence(self.embed(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
         _, h = self.gru(packed)
         return self.out(F.relu(self.mid(h[-1])))
-
-
-class Seq2Seq(nn.Module):
-    """Teacher forcing: source and target sequences are both inputs."""
-
-    def __init__(self, vocab=17, hidden=16):
-        super().__init__()
-        self.src, self.tgt = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
-        self.encoder, self.decoder = nn.GRU(hidden, hidden, batch_first=True), nn.GRU(hidden, hidden, batch_first=True)
-        self.mid, self.out = nn.Linear(hidden, hidden), nn.Linear(hidden, vocab)
-
-    def forward(self, source, target):
-        _, state = self.encoder(self.src(source))
-        h, _ = self.decoder(self.tgt(target), state)
-        return self.out(torch.tanh(self.mid(h)))
-
-
-class TemporalBlock(nn.Module):
-    def __init__(self, channels, dilation):
-        super().__init__()
-        norm = nn.utils.parametrizations.weight_norm
-        self.conv = norm(nn.Conv1d(channels, channels, 3, padding=2 * dilation, dilation=dilation))
-        self.relu, self.dropout, self.chop = nn.ReLU(), nn.Dropout(0.2), 2 * dilation
-
-    def forward(self, x):
-        return x + self.dropout(self.relu(self.conv(x)[:, :, : -self.chop].contiguous()))
-
-
-class TCN(nn.Module):
-    """[B, T] -> [B, classes]; features [B, C, T] become [B, T, C] behind the blocks."""
-
-    def __init__(self, channels=8, classes=4):
-        super().__init__()
-        self.inlet = nn.Conv1d(1, channels, 1)
-        self.blocks = nn.Sequential(*(TemporalBlock(channels, 2**i) for i in range(3)))
-        self.mix = nn.Linear(channels, channels)
-        self.linear = nn.Linear(channels, classes)
-
-    def forward(self, x):
-        h = self.mix(self.blocks(self.inlet(x[:, None])).transpose(1, 2))
-        return self.linear(h.mean(dim=1))
-
-
-class WaveNet(nn.Module):
-    def __init__(self, channels=8, classes=4):
-        super().__init__()
-        self.start = nn.Conv1d(1, channels, 1)
-        self.filters = nn.ModuleList(nn.Conv1d(channels, channels, 2, dilation=2**i) for i in range(4))
-        self.gates = nn.ModuleList(nn.Conv1d(channels, channels, 2, dilation=2**i) for i in range(4))
-        self.skips = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(4))
-        self.post, self.end = nn.Linear(channels, channels), nn.Linear(channels, classes)
-
-    def forward(self, x):
-        x, skip = self.start(x.unsqueeze(1)), 0
-        for i in range(4):
-            h = F.pad(x, (2**i, 0))
-            h = torch.tanh(self.filters[i](h)) * torch.sigmoid(self.gates[i](h))
-            skip = skip + self.skips[i](h)
-            x = x + h
-        return self.end(self.post(F.relu(skip).mean(-1)))
-
-
-class M5(nn.Module):
-    """Raw waves, Conv1d with BatchNorm1d."""
-
-    def __init__(self, n_channel=8, n_output=4):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv1d(1, n_channel, kernel_size=16, stride=4), nn.BatchNorm1d(n_channel)
-        self.conv2, self.bn2 = nn.Conv1d(n_channel, n_channel, kernel_size=3), nn.BatchNorm1d(n_channel)
-        self.pool = nn.MaxPool1d(4)
-        self.fc1, self.fc2 = nn.Linear(n_channel, n_channel), nn.Linear(n_channel, n_output)
-
-    def forward(self, x):
-        x = self.pool(F.relu(self.bn1(self.conv1(x.unsqueeze(1)))))
-        x = self.pool(F.relu(self.bn2(self.conv2(x))))
-        x = F.avg_pool1d(x, x.shape[-1]).permute(0, 2, 1).squeeze(1)
-        return F.log_softmax(self.fc2(F.relu(self.fc1(x))), dim=-1)
 
 
 class SpectrogramCNN(nn.Module):
@@ -470,24 +323,6 @@ class Conformer(nn.Module):
         return self.out(self.block(self.subsample(x.unsqueeze(1)).transpose(1, 2)).mean(1))
 
 
-class Perceiver(nn.Module):
-    """Latents attend to the inputs."""
-
-    def __init__(self, d=16, latents=4, classes=4):
-        super().__init__()
-        self.latents = nn.Parameter(0.02 * torch.randn(latents, d))
-        self.to_kv = nn.Linear(16, d)
-        self.cross = nn.MultiheadAttention(d, 2, batch_first=True)
-        self.norm, self.mlp = nn.LayerNorm(d), nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
-        self.out = nn.Linear(d, classes)
-
-    def forward(self, x):
-        kv = self.to_kv(x.unflatten(1, (-1, 16)))
-        q = self.latents.unsqueeze(0).expand(x.size(0), -1, -1)
-        z = q + self.cross(q, kv, kv)[0]
-        return self.out((z + self.mlp(self.norm(z))).mean(dim=1))
-
-
 class MoE(nn.Module):
     """Every expert runs, a router weighs the best two."""
 
@@ -532,17 +367,10 @@ def with_lengths() -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (x, 4 + torch.arange(len(x)) % 9), y
 
 
-def translation() -> tuple[tuple[Tensor, Tensor], Tensor]:
-    source = tokens(8)
-    target = (source + 3) % 17
-    return (source, F.pad(target[:, :-1], (1, 0))), target
-
-
 NETWORKS = [
     Published(name="nanoGPT", style="nanoGPT", model=lambda: NanoGPT(GPTConfig()),
               slots=["transformer.h.0", "transformer.h.1"], data=language, options={"outputs": lambda out: out[0]},
               random=True, shows="(logits, loss), torch.arange, tied weights, dropout in attention"),
-    Published(name="minGPT", style="minGPT", model=MinGPT, slots=["mlp"], data=language, shows="mask in a buffer"),
     Published(name="Llama", style="LLaMA", model=Llama, slots=["layers.0", "layers.1"], data=language,
               shows="RMSNorm, rotary buffers, SwiGLU"),
     Published(name="char-LSTM", style="PyTorch examples", model=CharLSTM, slots=["drop", "encoder"], data=language,
@@ -552,26 +380,14 @@ NETWORKS = [
     Published(name="BERT classifier", style="Hugging Face", model=lambda: BertForSequenceClassification(BertConfig()),
               slots=["layer.0", "layer.1"], data=masked_parity, options={"outputs": lambda out: out.logits},
               random=True, shows="dictionary in, dataclass out, configuration object, F.dropout"),
-    Published(name="T5 encoder", style="Hugging Face", model=T5Encoder, slots=["wo"], data=parity,
-              shows="relative positions"),
     Published(name="TransformerEncoder", style="PyTorch tutorial", model=PaddedEncoder, slots=["encoder"],
               data=parity, shows="src_key_padding_mask"),
-    Published(name="LSTM classifier", style="PyTorch tutorial", model=LSTMClassifier, slots=["proj"], data=parity,
-              random=True, shows="bidirectional, nn.LSTM(dropout=)"),
     Published(name="packed GRU", style="PyTorch tutorial", model=PackedGRU, slots=["mid"], data=with_lengths,
               shows="two inputs, pack_padded_sequence"),
-    Published(name="seq2seq", style="PyTorch tutorial", model=Seq2Seq, slots=["mid"], data=translation,
-              shows="two inputs"),
-    Published(name="TCN", style="TCN", model=TCN, slots=["mix"], data=waves, shows="parametrized weight_norm"),
-    Published(name="WaveNet", style="WaveNet", model=WaveNet, slots=["post"], data=waves),
-    Published(name="M5", style="torchaudio tutorial", model=M5, slots=["fc1"], data=waves,
-              shows="BatchNorm1d on [B, C, T]"),
     Published(name="spectrogram CNN", style="torchaudio", model=SpectrogramCNN, slots=["features.3", "features"],
               data=waves, shows="torch.stft, in-place ReLU"),
     Published(name="Conformer", style="torchaudio", model=Conformer, slots=["block"], data=waves,
               shows="attention with dropout"),
-    Published(name="Perceiver", style="Perceiver", model=Perceiver, slots=["to_kv"], data=waves,
-              shows="cross attention"),
     Published(name="mixture of experts", style="Switch", model=MoE, slots=["norm"], data=language,
               shows="topk, scatter"),
     Published(name="state space", style="S4", model=StateSpace, slots=["mix"], data=language,

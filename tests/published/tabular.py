@@ -23,22 +23,6 @@ class MLP(nn.Module):
         return self.out(self.net(x))
 
 
-class EntityEmbeddings(nn.Module):
-    """Categories and numbers are separate inputs."""
-
-    def __init__(self, sizes=(5, 7), numbers=8):
-        super().__init__()
-        self.embeds = nn.ModuleList([nn.Embedding(n, min(50, (n + 1) // 2)) for n in sizes])
-        self.bn_cont = nn.BatchNorm1d(numbers)
-        self.lin1 = nn.Linear(sum(e.embedding_dim for e in self.embeds) + numbers, 16)
-        self.lin2, self.drop = nn.Linear(16, 2), nn.Dropout(0.1)
-
-    def forward(self, x_cat, x_cont):
-        x = [e(x_cat[:, i]) for i, e in enumerate(self.embeds)]
-        x = self.drop(torch.cat(x, 1))
-        return self.lin2(F.relu(self.lin1(torch.cat([x, self.bn_cont(x_cont)], 1))))
-
-
 class FTTransformer(nn.Module):
     def __init__(self, features=8, d=16):
         super().__init__()
@@ -56,22 +40,6 @@ class FTTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x[:, 0])
-
-
-class ResMLP(nn.Module):
-    def __init__(self, d_in=8, d=16):
-        super().__init__()
-        self.first = nn.Linear(d_in, d)
-        self.norms = nn.ModuleList(nn.BatchNorm1d(d) for _ in range(2))
-        self.ups, self.downs = (nn.ModuleList(nn.Linear(*size) for _ in range(2)) for size in ((d, 4 * d), (2 * d, d)))
-        self.last = nn.Linear(d, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
-            h = F.dropout(F.glu(up(norm(x)), dim=-1), 0.1, self.training)
-            x = x + down(h)
-        return self.last(F.relu(x))
 
 
 class DeepFM(nn.Module):
@@ -105,23 +73,6 @@ def cosine_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return (0.5 * ((a * b).sum(dim=-1) + 1.0) - target.float()).square()
 
 
-class NODE(nn.Module):
-    """Soft trees with raw parameters and einsum."""
-
-    def __init__(self, features=8, trees=6, depth=2):
-        super().__init__()
-        self.choice = nn.Parameter(torch.randn(trees, depth, features))
-        self.threshold = nn.Parameter(torch.randn(trees, depth))
-        self.response = nn.Parameter(torch.randn(trees, 2**depth, 3))
-        self.mid, self.out = nn.Linear(3, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        split = torch.sigmoid(torch.einsum("bf,tdf->btd", x, self.choice.softmax(-1)) - self.threshold)
-        both = torch.stack([split, 1.0 - split], dim=-1)
-        leaf = torch.einsum("bti,btj->btij", both[:, :, 0], both[:, :, 1]).flatten(2)
-        return self.out(F.relu(self.mid(torch.einsum("btl,tlo->bo", leaf, self.response))))
-
-
 class KANLinear(nn.Module):
     def __init__(self, n_in, n_out, grid=5):
         super().__init__()
@@ -133,24 +84,6 @@ class KANLinear(nn.Module):
     def forward(self, x):
         basis = torch.exp(-((x.unsqueeze(-1) - self.grid) ** 2))
         return F.linear(F.silu(x), self.base) + torch.einsum("big,oig->bo", basis, self.spline)
-
-
-class Siren(nn.Module):
-    def __init__(self, features=2, hidden=16, w0=5.0):
-        super().__init__()
-        self.w0 = w0
-        self.layers = nn.ModuleList([nn.Linear(features, hidden), nn.Linear(hidden, hidden)])
-        self.final = nn.Linear(hidden, 1)
-        with torch.no_grad():
-            for i, layer in enumerate(self.layers):
-                bound = 1 / features if i == 0 else math.sqrt(6 / hidden) / w0
-                layer.weight.uniform_(-bound, bound)
-
-    def forward(self, coords):
-        x = coords
-        for layer in self.layers:
-            x = torch.sin(self.w0 * layer(x))
-        return self.final(x)
 
 
 class FourierRegressor(nn.Module):
@@ -182,34 +115,6 @@ class PointNet(nn.Module):
         return self.out(F.relu(self.fc(x)))
 
 
-class GCN(nn.Module):
-    """Nodes [B, N, F] and adjacency [B, N, N]."""
-
-    def __init__(self, features=4, hidden=16):
-        super().__init__()
-        self.gc1, self.gc2 = nn.Linear(features, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.out = nn.Linear(hidden, 2)
-
-    def forward(self, x, adj):
-        adj = adj + torch.eye(adj.size(-1), device=adj.device)
-        adj = adj / adj.sum(-1, keepdim=True)
-        x = F.dropout(F.relu(adj @ self.gc1(x)), 0.1, training=self.training)
-        return self.out((adj @ self.gc2(x)).mean(1))
-
-
-class HyperLinear(nn.Module):
-    """Weights of one layer are made by another."""
-
-    def __init__(self):
-        super().__init__()
-        self.hyper = nn.Linear(4, 4 * 8)
-        self.mid, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        w = self.hyper(x[:, 4:]).view(-1, 8, 4)
-        return self.out(F.gelu(self.mid(torch.bmm(w, x[:, :4, None]).squeeze(-1))))
-
-
 def mixed() -> tuple[tuple[Tensor, Tensor], Tensor]:
     x, y = rows()
     categories = torch.stack([(x[:, 0] * 3).long().abs() % 5, (x[:, 1] * 3).long().abs() % 7], dim=1)
@@ -221,9 +126,9 @@ def pairs() -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (x[:, :4].contiguous(), x[:, 4:].contiguous()), (x[:, 0] * x[:, 4] > 0).float()
 
 
-def surface(outputs: int = 1) -> tuple[Tensor, Tensor]:
+def surface() -> tuple[Tensor, Tensor]:
     x = rows(2)[0]
-    return x, torch.stack([(x[:, 0] * (i + 1)).sin() + x[:, 1] for i in range(outputs)], dim=1)
+    return x, torch.stack([(x[:, 0] * (i + 1)).sin() + x[:, 1] for i in range(3)], dim=1)
 
 
 def clouds() -> tuple[Tensor, Tensor]:
@@ -231,13 +136,6 @@ def clouds() -> tuple[Tensor, Tensor]:
     points = x.view(-1, 10, 3).clone()
     points[..., 0] *= 1.0 + 2.0 * y[:, None]
     return points, y
-
-
-def graphs() -> tuple[tuple[Tensor, Tensor], Tensor]:
-    x, y = rows(20)
-    nodes = x.view(-1, 5, 4)
-    adjacency = ((nodes @ nodes.transpose(1, 2)) > 0).float() * (1.0 - 0.5 * y[:, None, None])
-    return (nodes, adjacency), y
 
 
 def binary() -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -252,27 +150,16 @@ def logistic(logits: Tensor, target: Tensor) -> Tensor:
 NETWORKS = [
     Published(name="tabular MLP", style="rtdl", model=MLP, slots=["net.0", "net"], data=rows,
               shows="BatchNorm1d, in-place ReLU"),
-    Published(name="entity embeddings", style="fastai", model=EntityEmbeddings, slots=["lin1"], data=mixed,
-              shows="two inputs"),
     Published(name="FT-Transformer", style="rtdl", model=FTTransformer, slots=["blocks.0", "blocks.1"], data=rows,
               shows="cls token"),
-    Published(name="ResMLP", style="rtdl", model=ResMLP, slots=["first", "downs.1"], data=rows, random=True,
-              shows="F.dropout, GLU"),
     Published(name="DeepFM", style="DeepCTR", model=DeepFM, slots=["mlp.0"], data=binary, options={"loss": logistic},
               shows="two inputs, own loss"),
     Published(name="two towers", style="recommenders", model=TwoTowers, slots=["user.0", "item.0"], data=pairs,
               options={"loss": cosine_loss}, shows="two inputs, two outputs, own loss"),
-    Published(name="NODE", style="NODE", model=NODE, slots=["mid"], data=rows, shows="raw parameters, einsum"),
     Published(name="KAN", style="KAN", model=lambda: nn.Sequential(KANLinear(8, 8), nn.Identity(), KANLinear(8, 2)),
               slots=["0", "1"], data=rows, shows="nn.Sequential at the root"),
-    Published(name="SIREN", style="SIREN", model=Siren, slots=["layers.1"], data=surface,
-              shows="regression, own initialization"),
     Published(name="Fourier features", style="Fourier features", model=FourierRegressor, slots=["body"],
-              data=lambda: surface(3), shows="a random buffer, three numbers out"),
+              data=surface, shows="a random buffer, three numbers out"),
     Published(name="PointNet", style="PointNet", model=PointNet, slots=["fc"], data=clouds,
               shows="torch.max(...)[0]"),
-    Published(name="GCN", style="GCN", model=GCN, slots=["gc2"], data=graphs, random=True,
-              shows="two inputs, F.dropout"),
-    Published(name="hypernetwork", style="HyperNetworks", model=HyperLinear, slots=["mid"], data=rows,
-              shows="generated weights"),
 ]  # fmt: skip

@@ -206,47 +206,6 @@ class DenseNet(nn.Module):
         return self.classifier(out)
 
 
-class InvertedResidual(nn.Module):
-    """Of MobileNetV2: expand, depthwise, project without activation."""
-
-    def __init__(self, inp: int, oup: int, stride: int, expand_ratio: int) -> None:
-        super().__init__()
-        hidden = inp * expand_ratio
-        self.use_res_connect = stride == 1 and inp == oup
-        self.conv = nn.Sequential(
-            nn.Conv2d(inp, hidden, 1, bias=False),
-            nn.BatchNorm2d(hidden),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False),
-            nn.BatchNorm2d(hidden),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(hidden, oup, 1, bias=False),
-            nn.BatchNorm2d(oup),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(x) if self.use_res_connect else self.conv(x)
-
-
-class MobileNetV2(nn.Module):
-    """A slot at features.1 has no activation behind it; the stem ends with an in-place ReLU6."""
-
-    def __init__(self, num_classes: int = 3, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Sequential(conv3x3(3, 8, 2), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)),
-            InvertedResidual(8, 8, 1, 2),
-            InvertedResidual(8, 16, 2, 2),
-            nn.Sequential(nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6(inplace=True)),
-        )
-        self.classifier = nn.Sequential(nn.Dropout(p=dropout), nn.Linear(32, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.features(x)
-        x = nn.functional.adaptive_avg_pool2d(x, (1, 1))
-        return self.classifier(torch.flatten(x, 1))
-
-
 class SqueezeExcitation(nn.Module):
     """Channels are scaled by a function of their means."""
 
@@ -372,81 +331,6 @@ class ConvNeXt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(self.stem(x.contiguous(memory_format=torch.channels_last)))
         return self.head(self.norm(x.mean([-2, -1])))
-
-
-def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    """Mix the channels of groups."""
-    batchsize, num_channels, height, width = x.size()
-    x = x.view(batchsize, groups, num_channels // groups, height, width)
-    x = torch.transpose(x, 1, 2).contiguous()
-    return x.view(batchsize, num_channels, height, width)
-
-
-class ShuffleUnit(nn.Module):
-    """Half of the channels pass by."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        half = channels // 2
-        self.branch2 = nn.Sequential(
-            nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU(inplace=True),
-            conv3x3(half, half, groups=half), nn.BatchNorm2d(half),
-            nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU(inplace=True),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        x1, x2 = x.chunk(2, dim=1)
-        return channel_shuffle(torch.cat((x1, self.branch2(x2)), dim=1), 2)
-
-
-class ShuffleNetV2(nn.Module):
-    """Chunks and shuffled channels."""
-
-    def __init__(self, num_classes: int = 3) -> None:
-        super().__init__()
-        self.conv1 = nn.Sequential(conv3x3(3, 8, 2), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-        self.stage2 = nn.Sequential(ShuffleUnit(8), ShuffleUnit(8))
-        self.fc = nn.Linear(8, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.stage2(self.conv1(x)).mean([2, 3]))
-
-
-class Fire(nn.Module):
-    """Of SqueezeNet."""
-
-    def __init__(self, inplanes: int, squeeze_planes: int, expand_planes: int) -> None:
-        super().__init__()
-        self.squeeze = nn.Conv2d(inplanes, squeeze_planes, kernel_size=1)
-        self.squeeze_activation = nn.ReLU(inplace=True)
-        self.expand1x1 = nn.Conv2d(squeeze_planes, expand_planes, kernel_size=1)
-        self.expand3x3 = nn.Conv2d(squeeze_planes, expand_planes, kernel_size=3, padding=1)
-        self.expand_activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.squeeze_activation(self.squeeze(x))
-        return torch.cat([self.expand_activation(self.expand1x1(x)), self.expand_activation(self.expand3x3(x))], 1)
-
-
-class SqueezeNet(nn.Module):
-    """The classifier is a convolution; a slot at the squeezing convolution has an in-place ReLU right behind it."""
-
-    def __init__(self, num_classes: int = 3, dropout: float = 0.5) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, kernel_size=3, stride=1),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(kernel_size=3, stride=2, ceil_mode=True),
-            Fire(8, 4, 8),
-            Fire(16, 4, 8),
-        )
-        final_conv = nn.Conv2d(16, num_classes, kernel_size=1)
-        self.classifier = nn.Sequential(
-            nn.Dropout(p=dropout), final_conv, nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((1, 1))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.flatten(self.classifier(self.features(x)), 1)
 
 
 class BasicConv2d(nn.Module):
@@ -711,34 +595,6 @@ class Swin(nn.Module):
         return self.head(self.norm(self.merge(x)).mean(dim=1))
 
 
-class MixerBlock(nn.Module):
-    """Mixes tokens, then channels."""
-
-    def __init__(self, dim: int, tokens: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
-        self.mlp_tokens = nn.Sequential(nn.Linear(tokens, 8), nn.GELU(), nn.Linear(8, tokens))
-        self.mlp_channels = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mlp_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.mlp_channels(self.norm2(x))
-
-
-class MLPMixer(nn.Module):
-    """Linear layers over the tokens."""
-
-    def __init__(self, num_classes: int = 3) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 12, kernel_size=4, stride=4)
-        self.blocks = nn.Sequential(MixerBlock(12, 4), MixerBlock(12, 4))
-        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).flatten(2).transpose(1, 2)
-        return self.head(self.norm(self.blocks(x)).mean(dim=1))
-
-
 class DoubleConv(nn.Module):
     """(convolution, BatchNorm, ReLU) twice."""
 
@@ -781,15 +637,6 @@ def pixel_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").flatten(1).mean(dim=1)
 
 
-def lenet() -> nn.Sequential:
-    """A network that is an `nn.Sequential` itself."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(12 * 2 * 2, 16), nn.ReLU(), nn.Linear(16, 3),
-    )  # fmt: skip
-
-
 NETWORKS = [
     Published(name="VGG", style="torchvision", model=VGG, slots=["features.0", "features.3"], data=images,
               random=True, shows="in-place ReLU right behind slots, Dropout"),
@@ -803,18 +650,12 @@ NETWORKS = [
     Published(name="DenseNet", style="torchvision", model=DenseNet,
               slots=["features.conv0", "features.denseblock1", "features.transition1"], data=images, random=True,
               shows="lists of features, functional dropout, an nn.ModuleDict with forward"),
-    Published(name="MobileNetV2", style="torchvision", model=MobileNetV2, slots=["features.0", "features.2"],
-              data=images, random=True, shows="in-place ReLU6, Dropout"),
     Published(name="MobileNetV3", style="torchvision", model=MobileNetV3, slots=["depthwise", "project"], data=images,
               random=True, shows="in-place Hardswish behind a slot, squeeze and excitation, in-place Dropout"),
     Published(name="EfficientNet", style="torchvision", model=EfficientNet, slots=["features.0", "features.1"],
               data=images, random=True, shows="stochastic depth drawn in forward, `result += x`"),
     Published(name="ConvNeXt", style="torchvision", model=ConvNeXt, slots=["stem", "stages.0"], data=images,
               shows="permute and LayerNorm, layer scale, channels-last memory"),
-    Published(name="ShuffleNetV2", style="torchvision", model=ShuffleNetV2, slots=["conv1", "stage2.0"], data=images,
-              shows="chunk, shuffled channels"),
-    Published(name="SqueezeNet", style="torchvision", model=SqueezeNet, slots=["features.0", "features.3"], data=images,
-              random=True, shows="in-place ReLU right behind a slot, convolution as classifier"),
     Published(name="GoogLeNet", style="torchvision", model=GoogLeNet, slots=["inception3a", "inception3b"], data=images,
               options={"outputs": main_outputs}, random=True, shows="(logits, auxiliary logits) in training only"),
     Published(name="RegNet", style="torchvision", model=RegNet, slots=["stem", "trunk_output.block1-0"], data=images,
@@ -823,10 +664,6 @@ NETWORKS = [
               data=images, random=True, shows="class token, positions, drop_path, attention's dropout_p"),
     Published(name="Swin", style="timm", model=Swin, slots=["patch_embed"], data=images,
               shows="windows, relative positions indexed by a buffer"),
-    Published(name="MLP-Mixer", style="timm", model=MLPMixer, slots=["blocks.0", "blocks.1"], data=images,
-              shows="linear layers over tokens"),
     Published(name="U-Net", style="Pytorch-UNet", model=UNet, slots=["inc", "down", "conv1"], data=masks,
               options={"loss": pixel_loss}, shows="skips, transposed convolution, one target for each pixel"),
-    Published(name="LeNet", style="tutorials", model=lenet, slots=["0", "3"], data=images,
-              shows="nn.Sequential at the root"),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The learner in the engine it was made for: what is stored at the end, whose hosts they are, and who draws."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ import torch
 
 import small_runs
 from esper.kasmina.rules.conditions import legal_ops
-from esper.leyline.messages import EngineSpec
 from esper.leyline.tensor_dataclass import with_prefix
 from esper.runs.assembly.assemble import assemble, device_of, engine_of
 from esper.runs.assembly.clients import learner_of
@@ -150,30 +149,6 @@ def test_hosts_together_are_as_many_runs_of_one_host():
         engine.reset(alone, 0)
         engine.rollout(alone)
         assert_rows_equal(alone, together, [0], [n])
-
-
-@dataclass(frozen=True, kw_only=True)
-class InOrder(EngineSpec):
-    """The hosts of an engine in another order."""
-
-    order: tuple[int, ...]
-
-    def host_ids(self) -> torch.Tensor:
-        return torch.tensor(self.order)
-
-
-def test_permuting_the_hosts_permutes_what_the_learner_stores():
-    order = (2, 0, 3, 1)
-    chosen = config(num_envs=4)
-    _, straight = played(chosen)
-    engine = engine_of(chosen, None, CPU)
-    engine.spec = InOrder(**vars(engine.spec), order=order)
-    engine.executor.host_ids = engine.spec.host_ids()
-    permuted = learner_of(chosen, engine.spec)
-    engine.reset(permuted, 0)
-    engine.rollout(permuted)
-    assert not torch.equal(permuted.buffer.slabs.actions, straight.buffer.slabs.actions)
-    assert_rows_equal(permuted, straight, [0, 1, 2, 3], list(order))
 
 
 # -- nothing but the run seed decides -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(shared_run: Callable[..., Path]) -> Path:
     """A run of two rounds on real hosts."""
-    path = tmp_path_factory.mktemp("evaluate") / "run"
-    assert small_runs.train(path, "tiny", 2) == 0
-    return path
+    return shared_run("tiny", 2)
 
 
 def outcome_of(controller: Controller, config: RunConfig, hosts: int = 1, seed: int = 1) -> Outcome:
@@ -110,14 +109,6 @@ def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evalu
     found = compared([str(path), "wait_only", "--num-envs", "5"], tmp_path / "report.json")
     assert len(found["controllers"][0]["hosts"]["test"]) == 5
     assert contents(path) == before
-
-
-def test_a_damaged_newest_checkpoint_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run"
-    assert small_runs.train(path, "null", 2) == 0
-    (path / "checkpoints/round-00002.safetensors").write_bytes(b"")
-    assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
-    assert "round-00002.safetensors cannot be read" in capfd.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
@@ -233,13 +224,9 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
 
 
 @pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def seeds(shared_run: Callable[..., Path]) -> list[str]:
     """Two runs on scripted hosts that differ in their seed."""
-    folder = tmp_path_factory.mktemp("seeds")
-    paths = [folder / f"run{seed}" for seed in (0, 1)]
-    for seed, path in enumerate(paths):
-        assert small_runs.train(path, "null", 1, "--seed", str(seed)) == 0
-    return [str(path) for path in paths]
+    return [str(shared_run("null", 1, *seed)) for seed in ((), ("--seed", "1"))]
 
 
 def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(

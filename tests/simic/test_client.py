@@ -191,20 +191,6 @@ def test_every_counter_of_the_learner_survives_a_restart(make_client):
     assert (other.updates, other.agent.schedule_position, other.agent.barren_updates) == (7, 5, 2)
 
 
-def test_a_client_restored_inside_an_episode_goes_on_bit_for_bit(make_client, make_engine):
-    client, other, engine = make_client(HOSTS), make_client(HOSTS), make_engine(HOSTS)
-    played(client, make_engine, 1)
-    engine.run(client, 1, {3: [2]}, last_step=3)
-    other.load_state_dict({name: value.clone() for name, value in client.state_dict().items()})
-    for c in (client, other):
-        engine.run(c, 1, {5: [0]}, first_step=4)
-    assert torch.equal(client.buffer.slabs.rewards, other.buffer.slabs.rewards)
-    assert torch.equal(client.buffer.slabs.reset, other.buffer.slabs.reset)
-    client.update()
-    other.update()
-    assert torch.equal(weights(client), weights(other))
-
-
 def test_a_state_that_is_kept_does_not_change_with_the_client(make_client, make_engine):
     client = make_client(HOSTS)
     state = client.state_dict()
@@ -222,15 +208,6 @@ def test_a_state_with_other_names_or_shapes_is_refused(make_client):
         client.load_state_dict(state | {"surplus": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"observations|network"):
         client.load_state_dict(make_client(HOSTS, width=16).state_dict())
-
-
-def test_the_reward_is_handed_on(make_client):
-    client = make_client(HOSTS)
-    state = client.initial_state(3, 2, 5, torch.device("cpu"))
-    assert client.terms == ("reward",)
-    assert state.tolist() == [10.0] * 3
-    assert client.rollback_reward(state).tolist() == [-10.0] * 3
-    assert client.reset_hosts(state, torch.tensor([True, False, False])).tolist() == [0.0, 10.0, 10.0]
 
 
 def test_a_run_without_updates_is_refused(make_client):

@@ -1,7 +1,5 @@
 """A controller that does not learn, with a reward beside it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
-from esper.simic.rewards import RewardConfig, make_reward
+from esper.simic.rewards import make_reward
 from esper.tamiyo.baselines import BASELINES, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
@@ -32,37 +30,6 @@ def test_every_baseline_drives_an_engine_and_learns_nothing() -> None:
         assert client.update() == {}
         if name != "heuristic":  # which grows no seed that could not be judged within these twelve steps
             assert (stats.germinated.sum() == 0) == (name in ("wait_only", "static_final"))
-
-
-def test_both_halves_answer_for_themselves() -> None:
-    engine = engine_of(CONFIG, None, CPU)
-    policy = baseline_of("heuristic", CONFIG, engine.spec)
-    assert isinstance(policy, ScriptedClient)
-    reward = make_reward("sparse", RewardConfig(mode="sparse"))
-    client = ScriptedClient(policy.policy, reward)
-    assert client.terms == reward.terms
-    carried = client.initial_state(3, 3, 12, CPU)
-    torch.testing.assert_close(client.rollback_reward(carried), reward.rollback_reward(carried))
-    assert client.initial_hidden(3).h.shape == (1, 3, 0)
-
-
-def test_its_state_survives_a_restart_in_the_middle_of_an_episode(tmp_path: Path) -> None:
-    def finished(stop: int | None) -> list[float]:
-        engine = engine_of(CONFIG, None, CPU)
-        client = baseline_of("fixed_schedule", CONFIG, engine.spec)
-        engine.reset(client, episode=0)
-        if stop is not None:
-            assert engine.rollout(client, should_stop=lambda: engine.t == stop) is None
-            place, memory = engine.state_dict(), client.state_dict()
-            engine = engine_of(CONFIG, None, CPU)
-            client = baseline_of("fixed_schedule", CONFIG, engine.spec)
-            engine.load_state_dict(place, client)
-            client.load_state_dict(memory)
-        stats = engine.rollout(client)
-        assert stats is not None
-        return [*stats.returns.tolist(), *stats.growth.tolist(), *stats.ops.flatten().tolist()]
-
-    assert finished(5) == finished(None)
 
 
 def follow_the_best_schedule(num_slots: int, episode_length: int, training: int) -> RolloutStats:
@@ -96,24 +63,3 @@ def test_the_best_schedule_of_the_null_task_reaches_its_value_in_the_engine(num_
     assert stats.fossilized.tolist() == [num_slots] * 2
     assert stats.refused.tolist() == [0, 0]
     assert null.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)
-
-
-def test_waiting_on_the_null_task_is_worth_the_host_alone() -> None:
-    config = resolve({"task": "null", "num_envs": 2, "episode_length": 10})
-    engine = engine_of(config, None, CPU)
-    client = baseline_of("wait_only", config, engine.spec)
-    engine.reset(client, episode=0)
-    stats = engine.rollout(client)
-    assert stats is not None
-    assert stats.committed_acc.tolist() == pytest.approx([31.6060] * 2, abs=1e-4)  # 50 (1 - e^-1)
-
-
-def test_the_heuristic_fossilizes_seeds_on_the_null_task() -> None:
-    config = resolve({"task": "null", "num_envs": 4})
-    engine = engine_of(config, None, CPU)
-    client = baseline_of("heuristic", config, engine.spec)
-    engine.reset(client, episode=0)
-    stats = engine.rollout(client)
-    assert stats is not None
-    assert (stats.fossilized >= 1).all()
-    assert (stats.committed_acc > 50.0).all()  # what the host alone approaches

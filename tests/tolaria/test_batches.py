@@ -195,13 +195,6 @@ def test_training_examples_are_augmented_and_become_inputs_and_others_become_inp
     assert x[:, 0].tolist() == [0.0, 2.0, 4.0]
 
 
-def test_the_data_are_not_copied():
-    data = numbered()
-    for split in ("train", "val"):
-        found = SharedBatchIterator(data, 1, 4, split, 1, CPU).data
-        assert found.x.data_ptr() == data.split(split).x.data_ptr()
-
-
 # -- hosts with examples of their own ----------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from dry_run import CountedReads
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.tensor_dataclass import named_tensors, row
 from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
 
 STAGES = [int(stage) for stage in SeedStage if stage is not SeedStage.UNKNOWN]
@@ -145,26 +144,6 @@ def test_two_players_alone_already_have_their_interaction():
     assert metrics.committed_acc.tolist() == [50.0]
 
 
-def test_a_silent_seed_and_a_seed_in_training_are_no_players():
-    stages = torch.tensor([[4, 3, 2, 8]])
-    found = enumerate_coalitions(stages, torch.tensor([[False, True, True, True]]))
-    assert found.valid.sum().item() == 1
-    assert not found.sets.any()
-    assert found.split(found.names).all_off.item() == -1
-
-
-def test_a_fossil_is_background_unless_it_plays():
-    stages = hosts([7, 6])
-    quiet = enumerate_coalitions(*stages)
-    assert quiet.split(quiet.names).leave_one_out.tolist()[0][0] == -1
-    assert quiet.sets[0, : quiet.valid.sum()].tolist() == [[True, True], [True, False]]
-    playing = enumerate_coalitions(*stages, fossils_as_players=True)
-    named = playing.split(playing.names)
-    assert (named.leave_one_out >= 0).all()
-    assert playing.sets[0, named.committed.item()].tolist() == [True, False]
-    assert playing.sets[0, named.all_off.item()].tolist() == [False, False]
-
-
 def test_a_host_of_many_slots_is_encoded_without_collisions():
     stage, active = torch.ones(1, 120, dtype=torch.int64), torch.ones(1, 120, dtype=torch.bool)
     for slot in (0, 51, 52, 53, 104, 119):
@@ -222,18 +201,6 @@ def test_too_many_seeds_for_shapley_measure_no_subset():
     assert (subset[0] == -1).all()
     assert (subset[1] >= 0).all()
     assert found.valid.sum(dim=1).tolist() == [9, 64]
-
-
-@pytest.mark.parametrize("shapley", [False, True])
-def test_a_host_has_the_same_coalitions_alone_and_among_others(shapley):
-    generator = torch.Generator().manual_seed(3)
-    stage = torch.tensor(STAGES)[torch.randint(0, len(STAGES), (9, 5), generator=generator)]
-    active = torch.rand(9, 5, generator=generator) < 0.8
-    together = enumerate_coalitions(stage, active, shapley=shapley)
-    for host in range(9):
-        alone = enumerate_coalitions(stage[host : host + 1], active[host : host + 1], shapley=shapley)
-        for (name, a), (_, b) in zip(named_tensors(row(together, host)), named_tensors(alone), strict=True):
-            assert torch.equal(a, b), name
 
 
 def test_nothing_is_read_back_from_the_device():

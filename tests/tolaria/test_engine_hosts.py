@@ -66,33 +66,29 @@ def assert_rows_equal(found, want, found_rows, want_rows):
 
 
 @pytest.fixture(scope="module")
-def sixteen():
-    return run(16)
+def twelve():
+    return run(12)
 
 
-def test_the_lives_of_the_hosts_are_full_of_events(sixteen):
-    states, tree = sixteen
+def test_the_lives_of_the_hosts_are_full_of_events(twelve):
+    states, tree = twelve
     seen = {stage for state in states for stage in state["slots.stage"].flatten().tolist()}
     assert seen >= {1, 3, 4, 6, 7, 9}
     assert len(set(states[-1]["hosts.val_acc"].tolist())) > 4
     assert bool(tree["population.gates.params"].any())
 
 
-def test_eight_hosts_are_the_first_eight_of_sixteen(sixteen):
-    assert_rows_equal(run(8), sixteen, torch.arange(8), torch.arange(8))
-
-
-def test_a_share_of_the_hosts_runs_as_it_does_in_the_whole(sixteen):
-    assert_rows_equal(run(3, first=9), sixteen, torch.arange(3), torch.arange(9, 12))
-
-
-def test_permuting_the_hosts_permutes_the_results():
+def test_the_first_hosts_in_another_order_are_the_first_of_more(twelve):
     order = torch.tensor([3, 0, 4, 1, 2])
-    assert_rows_equal(run(5, order=order), run(5), torch.arange(5), order)
+    assert_rows_equal(run(5, order=order), twelve, torch.arange(5), order)
 
 
-def test_a_host_alone_is_itself(sixteen):
-    assert_rows_equal(run(1, first=13), sixteen, torch.arange(1), torch.arange(13, 14))
+def test_a_share_of_the_hosts_runs_as_it_does_in_the_whole(twelve):
+    assert_rows_equal(run(3, first=7), twelve, torch.arange(3), torch.arange(7, 10))
+
+
+def test_a_host_alone_is_itself(twelve):
+    assert_rows_equal(run(1, first=11), twelve, torch.arange(1), torch.arange(11, 12))
 
 
 def test_scripted_hosts_with_noise_do_not_know_each_other_either():

@@ -114,8 +114,7 @@ def new(task, length, reports):
     return engine, learner(engine.spec)
 
 
-@pytest.mark.parametrize("task", [None, NOISY])
-@pytest.mark.parametrize("at", [1, 7])
+@pytest.mark.parametrize(("task", "at"), [(None, 7), (NOISY, 1)])
 def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(task, at):
     length, reports, resumed = 10, [], []
     engine, client = new(task, length, reports)
@@ -143,7 +142,7 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(task, at):
     assert same_tree(saved, copies)  # what was saved is nobody's working memory
 
 
-@pytest.mark.parametrize("how", [{}, {"executor": "fused"}, {"of": NOISY}])
+@pytest.mark.parametrize("how", [{"executor": "fused"}, {"of": NOISY}])
 def test_an_engine_goes_back_to_its_own_saved_state(how):
     length, reports = 10, []
     engine = tiny.engine(2, length, on_step=reports.append, **how)
@@ -196,7 +195,7 @@ def test_a_state_of_other_hosts_is_refused():
         small.load_state_dict({name: x for name, x in state.items() if name != "place"}, clients[0])
 
 
-@pytest.mark.parametrize("stage", [0, 5, 11, -1])
+@pytest.mark.parametrize("stage", [5, -1])
 def test_a_state_with_a_stage_that_cannot_be_is_refused(stage):
     engine = tiny.engine(2, 4, of=NULL)
     client = ToyClient(engine.spec)

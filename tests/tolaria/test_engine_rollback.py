@@ -16,7 +16,6 @@ from esper.tasks.presets import NULL
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.runtime import host_read
-from rollouts import open_ends
 from tiny import CPU, same_tree
 from toys import PENALTY, ToyClient, WithFaults, action, script
 
@@ -74,24 +73,6 @@ def test_where_time_truly_ends_a_panic_in_the_last_step_is_no_end(t):
         assert not step.truncated.any()
         assert not step.bootstrap_value.any()
     assert client.bootstraps == []
-
-
-@pytest.mark.parametrize("t", [1, 3, E])
-def test_the_buffer_of_the_learner_ends_the_segment_and_begins_another(t):
-    engine = null_engine((1, t, NAN))
-    client = learner(engine.spec)
-    engine.reset(client, 0)
-    engine.rollout(client)
-    slabs, row = client.buffer.slabs, t - 1
-    assert (~slabs.valid).nonzero().tolist() == [[1, row]]
-    assert slabs.reset.nonzero().tolist() == ([[1, row + 1]] if t < E else [])
-    assert slabs.terminal.nonzero().tolist() == ([[1, row - 1]] if t > 1 else [])
-    if t > 1:
-        assert slabs.rewards[1, row - 1] == PENALTY - (t - 1)
-    assert slabs.truncated.nonzero().tolist() == ([[0, E - 1], [1, E - 1]] if t < E else [[0, E - 1]])
-    assert slabs.bootstrap_values.nonzero().tolist() == slabs.truncated.nonzero().tolist()
-    assert open_ends(client.buffer) == []
-    assert all(value == value for name, value in client.update().items() if name.startswith("loss"))
 
 
 def test_the_carry_of_the_reward_begins_anew_with_the_segment():

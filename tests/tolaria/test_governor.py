@@ -121,12 +121,12 @@ def test_strikes_of_both_kinds_add_up_and_the_last_one_names_the_reason():
     assert (verdict.reason.item(), verdict.strikes.item()) == (PanicReason.DIVERGENCE, 3)
 
 
-@pytest.mark.parametrize(("excess", "strikes"), [(EPS, 1), (-EPS, 0)])
+@pytest.mark.parametrize(("excess", "strikes"), [(EPS, 1), (0.0, 0), (-EPS, 0)])
 @pytest.mark.parametrize(
     ("past", "bound"),
     [
         # binding bound: five times guessing (10 classes)
-        ([1.0] * 10, 11.512925464970229),
+        ([1.0] * 10, 5 * math.log(10.0)),
         # mean 3, std 2: mean + 6 std = 15
         ([1.0, 5.0] * 5, 15.0),
         # mean 5, std 0: three times the mean = 15
@@ -138,14 +138,6 @@ def test_an_anomaly_lies_above_all_three_bounds(past, bound, excess, strikes):
     assert state.strikes.tolist() == [strikes]
     assert verdict.healthy.tolist() == [strikes == 0]
     assert state.count.tolist() == [11 - strikes]
-
-
-@pytest.mark.parametrize(
-    ("past", "bound"), [([1.0] * 10, 5 * math.log(10.0)), ([1.0, 5.0] * 5, 15.0), ([5.0] * 10, 15.0)]
-)
-def test_a_loss_at_a_bound_is_healthy(past, bound):
-    state, verdict = check(after(past), losses(bound))
-    assert (state.strikes.tolist(), verdict.healthy.tolist(), state.count.tolist()) == ([0], [True], [11])
 
 
 def test_the_report_holds_all_three_bounds():

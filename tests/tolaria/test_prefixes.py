@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,22 +42,11 @@ def test_a_slot_that_is_on_everywhere_does_not_part_states():
     assert plan.num_states == 2
 
 
-def test_a_host_without_seeds_is_one_state_and_no_step():
-    plan = plan_prefixes(table(3, [set()]), (0, 1, 2))
-    assert (plan.steps, plan.state_of_coalition, plan.num_states) == ((), (0,), 1)
-
-
 def test_the_order_of_execution_decides_what_is_shared():
     sets = table(2, [{0, 1}, {1}])
     # slot 1 first: it is on in both and runs once; slot 0 first: the two part before slot 1, which then runs twice
     assert execute(plan_prefixes(sets, (1, 0)))[1] == 2
     assert execute(plan_prefixes(sets, (0, 1)))[1] == 3
-
-
-def test_equal_coalitions_share_a_state():
-    plan = plan_prefixes(table(2, [{0}, {1}, {0}]), (0, 1))
-    assert plan.state_of_coalition[0] == plan.state_of_coalition[2]
-    assert plan.num_states == 2
 
 
 def test_a_slot_that_the_order_does_not_pass_is_an_error():
@@ -84,12 +71,6 @@ def test_a_plan_reproduces_every_coalition_with_the_fewest_seed_passes(data):
     before = [(slot, frozenset(order[:i]) & on) for i, slot in enumerate(order) for on in sets if slot in on]
     assert runs == len(set(before))
     assert plan.num_states == len({frozenset(on) for on in sets})
-
-
-def test_all_subsets_of_three_seeds_run_each_prefix_once():
-    subsets = [set(c) for n in range(4) for c in itertools.combinations(range(3), n)]
-    # slot 0 on one state, slot 1 on two, slot 2 on four
-    assert execute(plan_prefixes(table(3, subsets), (0, 1, 2)))[1] == 1 + 2 + 4
 
 
 def test_without_sharing_every_distinct_coalition_is_a_state_and_keeps_its_place():

@@ -304,41 +304,6 @@ def rows(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("spec", [SGD, ADAMW])
-def test_a_new_module_leaves_nothing_of_the_one_before_it(spec):
-    flat = filled(spec)
-    flat.write(rows(2), torch.full((1, 4), 9.0), torch.full((1, 1), 8.0))
-    assert flat.params[2].tolist() == [9.0, 9.0, 9.0, 9.0, 0.0, 0.0]
-    assert flat.buffers[2].tolist() == [8.0, 0.0, 0.0]
-    for name, tensor in flat.tensors().items():
-        if name not in ("params", "buffers"):
-            assert not tensor[2].any(), name
-
-
-@pytest.mark.parametrize("spec", [SGD, ADAMW])
-def test_clearing_rows_empties_them_and_no_others(spec):
-    flat = filled(spec)
-    before = tensors_of(flat)
-    flat.clear(rows(0, 3))
-    for name, tensor in flat.tensors().items():
-        assert not tensor[[0, 3]].any(), name
-        assert torch.equal(tensor[[1, 2]], before[name][[1, 2]]), name
-
-
-def test_a_snapshot_brings_weights_and_buffers_back_and_empties_the_optimizer():
-    flat = filled(ADAMW)
-    flat.save(rows(1, 2))
-    before = tensors_of(flat)
-    for tensor in flat.tensors().values():
-        tensor.add_(1)
-    flat.restore(rows(1))
-    for name, tensor in flat.tensors().items():
-        back = before[name][1] if name in ("params", "buffers") else torch.zeros_like(tensor[1])
-        assert torch.equal(tensor[1], back), name
-        assert torch.equal(tensor[[0, 2, 3]], before[name][[0, 2, 3]] + 1), name
-    assert not flat.snapshot["params"][[0, 3]].any()
-
-
 def test_the_gradient_of_a_leaf_arrives_in_the_slab_of_gradients():
     working = filled().begin(rows(3, 1), [6, 4])
     (working.leaves[0] * 2.0).sum().backward()

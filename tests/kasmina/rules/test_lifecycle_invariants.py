@@ -1,7 +1,7 @@
 """What holds in every state of every episode: invariants, clocks and their only writer, purity."""
 
 import torch
-from episodes import HOSTS, MANUAL, SLOTS, differing, episode, every_rulebook, execute, same
+from episodes import MANUAL, differing, episode, every_rulebook, execute, same
 from scalar_rules import BLENDING, DORMANT
 
 from esper.leyline.tensor_dataclass import named_tensors
@@ -30,21 +30,6 @@ def test_the_invariants_of_a_slot_hold_in_every_observed_and_every_final_state(n
             assert ((slots.blueprint > 0) == (stage != DORMANT)).all()
             assert (torch.isnan(slots.acc_at_blending_start) == ~active).all()
             assert ((slots.contribution_step >= 0) == ~torch.isnan(slots.contribution)).all()
-
-
-@every_rulebook
-def test_clocks_tell_how_long_ago_the_seed_was_born_and_the_stage_entered(name):
-    born = torch.full((HOSTS, SLOTS), -1)
-    entered = born.clone()
-    for step in episode(name):
-        occupied = step.began.stage != DORMANT
-        # observed at u: age = u - birth, epochs_in_stage = u - 1 - entry; a rollback enters before the observation
-        assert torch.equal(step.began.age, torch.where(occupied, step.t - born, 0))
-        assert torch.equal(step.began.epochs_in_stage, torch.where(occupied, step.t - 1 - entered, 0))
-        born = torch.where(step.ops.germinated, step.t, born)
-        entered = torch.where(step.after.stage != step.began.stage, step.t, entered)
-        # left and entered again within a step: TRAINING of a new seed in a slot is never entered from itself
-        assert torch.equal(step.ticks.transitions.cause > 0, step.after.stage != step.ticks.transitions.from_stage)
 
 
 def test_every_field_of_a_host_is_filled_and_changes_in_the_course_of_an_episode():

@@ -49,18 +49,6 @@ def optimizer(client) -> list[torch.Tensor]:
     return [state.exp_avg, state.exp_avg_sq, state.step]
 
 
-def test_before_the_first_step_the_update_sees_what_the_rollout_saw(rolled_out):
-    client = rolled_out()
-    batch = client.buffer.sequences(torch.arange(4))
-    assert batch.valid.sum() == 4 * 6 - 5
-    assert batch.reset.nonzero().tolist() == [[0, 3], [0, 4], [1, 1], [2, 4]]
-    x, finite_logits = evaluate_minibatch(client.agent, batch)
-    assert finite_logits
-    keep = batch.valid
-    torch.testing.assert_close(x.log_prob[keep], batch.log_probs[keep], atol=1e-5, rtol=0)
-    torch.testing.assert_close(x.values[keep], batch.values[keep], atol=1e-5, rtol=0)
-
-
 def test_the_first_ratio_of_an_update_is_one(rolled_out):
     metrics = learn(rolled_out(update_epochs=1, num_minibatches=1))
     assert metrics["stored_log_prob_error"] < 1e-5

@@ -70,17 +70,6 @@ def roll_back(buffer: TamiyoRolloutBuffer, rows: list[tuple[int, int]], *, ends:
 PENALTY = torch.tensor([-10.0, -20.0, -30.0])
 
 
-def test_a_row_takes_numbers_of_python_and_tensors_without_axes_alike():
-    numbers, tensors = new_buffer(), new_buffer()
-    fields = {name: values[0] for name, values in column(0).items()}
-    scalars = {"value": 0.25, "reward": -1.5, "bootstrap_value": 0.75, "effective_op": 3, "truncated": True}
-    numbers.add(0, **fields | scalars)
-    tensors.add(0, **fields | {name: torch.tensor(value) for name, value in scalars.items()})
-    assert same(numbers, tensors)
-    assert numbers.slabs.bootstrap_values[0, 0] == 0.75
-    assert numbers.slabs.truncated[0, 0]
-
-
 def test_a_field_may_be_given_by_the_name_of_its_slab():
     own, of_slab = new_buffer(), new_buffer()
     fields = {name: values[0] for name, values in column(0).items()}

@@ -1,10 +1,9 @@
-"""Windows of texts; a `tokenizer.json` of words, read by the library where it is installed and by a toy like it."""
+"""Windows of texts; a `tokenizer.json` of words."""
 
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -135,41 +134,6 @@ def test_the_real_texts_are_read():
 WORDS = {"once": 0, "upon": 1, "a": 2, "time": 3, "?": 4}
 
 
-class WordTokenizer:
-    """Splits at spaces; what the library does with the files of these tests."""
-
-    def __init__(self, vocabulary: dict[str, int]) -> None:
-        self.vocabulary = vocabulary
-
-    @staticmethod
-    def from_str(text: str) -> "WordTokenizer":
-        file = json.loads(text)
-        added = {token["content"]: token["id"] for token in file["added_tokens"]}
-        return WordTokenizer({**file["model"]["vocab"], **added})
-
-    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
-        assert with_added_tokens
-        return self.vocabulary
-
-    def no_truncation(self) -> None: ...
-
-    def no_padding(self) -> None: ...
-
-    def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
-        assert not add_special_tokens
-        return SimpleNamespace(ids=[self.vocabulary.get(word, 4) for word in text.split()])
-
-
-@pytest.fixture(params=["toy", "installed"])
-def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "installed":
-        pytest.importorskip("tokenizers")
-        return
-    module = ModuleType("tokenizers")
-    module.Tokenizer = WordTokenizer
-    monkeypatch.setitem(sys.modules, "tokenizers", module)
-
-
 def write_tokenizer(folder: Path, end: str = "<|endoftext|>", number: int = 9) -> Path:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     file = {
@@ -183,23 +147,19 @@ def write_tokenizer(folder: Path, end: str = "<|endoftext|>", number: int = 9) -
     return path
 
 
-@pytest.mark.usefixtures("_library")
 def test_words_become_the_numbers_of_the_file(tmp_path):
     tokenizer = read_tokenizer(write_tokenizer(tmp_path))
-    # the end is token 5 for the library, which numbers added tokens after those of the model, and 9 for the toy
-    assert tokenizer.end == tokenizer.vocabulary - 1
+    assert tokenizer.end == tokenizer.vocabulary - 1 == 5  # the library numbers added tokens after those of the model
     found = list(tokenizer.encode([b"once upon a time", b"a zebra"]))
     assert [tokens.tolist() for tokens in found] == [[0, 1, 2, 3], [2, 4]]
     assert found[0].dtype == np.int32
 
 
-@pytest.mark.usefixtures("_library")
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"tokenizer.json: found none of <\|endoftext\|>, </s>, .* among 6 tokens"):
         read_tokenizer(write_tokenizer(tmp_path, end="<pad>"))
 
 
-@pytest.mark.usefixtures("_library")
 def test_stories_of_words_end_with_the_token_of_the_tokenizer(tmp_path):
     tokenizer = read_tokenizer(write_tokenizer(tmp_path))
     (tmp_path / "TinyStories-train.txt").write_text("once upon a time\n<|endoftext|>\n" * 20)
@@ -212,7 +172,6 @@ def test_stories_of_words_end_with_the_token_of_the_tokenizer(tmp_path):
     assert data.inputs(data.train.x).dtype == torch.int64
 
 
-@pytest.mark.usefixtures("_library")
 def test_bytes_that_are_not_text_are_refused_with_their_offset(tmp_path):
     tokenizer = read_tokenizer(write_tokenizer(tmp_path))
     (tmp_path / "TinyStories-train.txt").write_bytes(b"once upon \xff time\n<|endoftext|>\n" * 20)
@@ -221,7 +180,6 @@ def test_bytes_that_are_not_text_are_refused_with_their_offset(tmp_path):
     assert len(Stories(context=6)(tmp_path, 0).train)
 
 
-@pytest.mark.usefixtures("_library")
 def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{")

@@ -14,6 +14,9 @@ import torch
 from esper.kasmina.blueprints import registry
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import Bench, adamw, engine, same_tree
 from toys import ToyClient, script
 
@@ -25,6 +28,14 @@ CONDITIONS = [
     (SeedStage.FOSSILIZED, 1.0),
 ]
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
+
+
+def fused(data):
+    """All hosts at once, in measurements too."""
+    return FusedExecutor(data, measures_together=True)
+
+
+EXECUTORS = {"streamed": StreamedExecutor, "fused": fused, "native": NativeExecutor}
 
 
 class Case(NamedTuple):

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from against_streamed import (
-    ALGORITHMS,
+    EXECUTORS,
     TWELVE,
     compare,
+    fused,
     grow_different_seeds,
     in_every_stage_and_blend,
     same_pass,
@@ -17,31 +17,22 @@ from sklearn.metrics import r2_score
 
 import tiny
 import tokens
-from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError, StackingError
-from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.network import check_scores, mean_factor
-from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
+from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset
 from tokens import TokenHostSpec, token_seeds
-from toys import ToyClient, script
 
 S = SeedStage
 
 
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
-
-
-EXECUTORS = {"streamed": lambda data: tiny.StreamedExecutor(data), "fused": fused}
-each_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+each_executor = pytest.mark.parametrize("executor", ["streamed", "fused"])
 
 
 @pytest.fixture(autouse=True)
@@ -168,15 +159,6 @@ def grow_and_train(bench: Bench, hosts: object = slice(None)) -> None:
     bench.train(2)
 
 
-def test_a_token_host_has_the_same_bits_alone_and_among_others():
-    alone, many = token_bench(1, dropout=0.2), token_bench(3, dropout=0.2)
-    for bench in (alone, many):
-        grow_and_train(bench)
-    assert bit_equal(many.population.host.params[:1], alone.population.host.params)
-    assert bit_equal(many.population.seeds.params[:3], alone.population.seeds.params)
-    assert not torch.equal(many.population.host.params[1], many.population.host.params[0])
-
-
 @each_executor
 def test_permuted_token_hosts_have_permuted_results(executor):
     order = torch.tensor([2, 0, 1])
@@ -199,19 +181,6 @@ def test_masks_of_host_dropout_differ_from_step_to_step(executor):
         )  # the same examples in both steps
         losses.add(bench.executor.train_epoch(t, bench.slots).loss.item())
     assert len(losses) == 2
-
-
-@each_executor
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_hidden_seeds_do_not_change_a_token_host_by_a_bit(executor, algorithm):
-    alone, grown = token_bench(2, executor), token_bench(2, executor)
-    grown.grow("r0c0", "token_mlp", S.TRAINING, algorithm=algorithm)
-    grown.grow("r1c0", "token_scale", S.BLENDING, alpha=0.0, algorithm=algorithm, hosts=[1])
-    born = grown.seed_params("r0c0", 1)
-    for bench in (alone, grown):
-        bench.train(2)
-    assert bit_equal(grown.population.host.params, alone.population.host.params)
-    assert all(not torch.equal(grown.seed_params("r0c0", 1)[name], x) for name, x in born.items())
 
 
 # -- coalitions without shared prefixes -------------------------------------------------------------------------------
@@ -296,18 +265,6 @@ def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_me
 # -- steps of some batches --------------------------------------------------------------------------------------------
 
 
-def test_training_with_some_batches_per_step_continues_to_the_bit_from_a_saved_state():
-    settings = {"batches_per_step": 2}
-    straight, resumed = (token_bench(2, settings=settings, dropout=0.2) for _ in range(2))
-    straight.train(2)
-    saved = {name: x.clone() for name, x in straight.executor.state_dict().items()}
-    straight.train(2)
-    resumed.executor.load_state_dict(saved)
-    resumed.t = 2
-    resumed.train(2)
-    assert same_tree(resumed.executor.state_dict(), straight.executor.state_dict())
-
-
 # -- which executor, and what is refused ------------------------------------------------------------------------------
 
 
@@ -351,58 +308,6 @@ def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_r
 def test_one_host_runs_alone_without_a_word():
     of = token_task(host=TokenHostSpec(activation=Reading))
     assert token_engine(of, executor="auto", num_envs=1).config.executor == "streamed"
-
-
-def episode(executor: str):
-    """Reports of nine steps in which both hosts grow a seed and make it permanent, and what is kept."""
-    germinate = (0, registry.names().index("token_mlp"), 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
-    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
-    reports = []
-    rules = LifecycleConfig(min_training_epochs=1, min_prune_age=1)
-    config = {"num_envs": 2, "episode_length": 9, "slots": SLOTS, "run_seed": 5, "lifecycle": rules}
-    of = token_task(batches_per_step=3, episode_length=9)
-    run = build_engine(EngineConfig(**config, executor=executor), of, tokens.tokens(), CPU, on_step=reports.append)
-    client = ToyClient(run.spec, script(2, 9, {1: germinate, 7: fossilize}))
-    run.reset(client, 0)
-    run.rollout(client)
-    return reports, run.test()
-
-
-def test_a_whole_episode_of_sequences_is_the_same_fused_and_streamed():
-    (want, tested), (found, also) = episode("streamed"), episode("fused")
-    for a, b in zip(want, found, strict=True):
-        assert np.array_equal(a.stage, b.stage)
-        np.testing.assert_allclose(a.val_loss, b.val_loss, rtol=1e-4)
-        np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-4)
-    assert want[-1].stage[0, 0] >= S.BLENDING
-    assert want[-1].val_loss[0] < want[0].val_loss[0] < 1.1 * tokens.OBJECTIVE.blind_loss
-    torch.testing.assert_close(tested, also, atol=1.1, rtol=0.0)  # one token of 94
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_bits_of_one_for_sequences():
-    states = []
-    for workers in (1, 2):
-        engine = token_engine(token_task(batches_per_step=2), executor="streamed", workers=workers)
-        engine.executor.reset(0)
-        engine.executor.train_epoch(1, tiny.empty_slots(2, 3, CPU))
-        states.append(engine.executor.state_dict())
-    assert same_tree(*states)
-
-
-def test_a_host_of_another_class_that_draws_random_numbers_runs_streamed_alone_as_among_others():
-    class Noisy(torch.nn.Module):
-        def forward(self, h):
-            return torch.nn.functional.dropout(h, 0.5, self.training)
-
-    rows = []
-    for num_envs in (1, 3):
-        made = token_engine(token_task(host=TokenHostSpec(activation=Noisy)), executor="auto", num_envs=num_envs)
-        assert made.config.executor == "streamed"
-        made.executor.reset(0)
-        made.executor.train_epoch(1, tiny.empty_slots(num_envs, 3, CPU))
-        rows.append(made.executor.population.host.params[0])
-    assert bit_equal(*rows)
 
 
 @dataclasses.dataclass(frozen=True)

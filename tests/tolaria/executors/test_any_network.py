@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import compare, grow_different_seeds
+from against_streamed import compare, fused, grow_different_seeds
 from test_own_blueprints import registered
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.errors import StackingError
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
-from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SLOTS, Bench, bit_equal, same_tree
 
 X = tiny.dataset().train.x
@@ -44,10 +43,6 @@ class Net(nn.Module):
 
 def host(model: Callable[[], nn.Module]) -> ModuleHost:
     return ModuleHostSpec.of(model, SLOTS, X[:8]).build(SLOTS, X[:1])
-
-
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
 
 
 def bench(model: Callable[[], nn.Module], executor: str = "streamed", num_envs: int = 2, **settings) -> Bench:
@@ -282,7 +277,6 @@ DRAWING = {
     "lstm": lambda: Tail(lambda: nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)),
     "reparameterization": lambda: Tail(lambda: Lambda(reparameterized)),
 }
-each_drawing = pytest.mark.parametrize("model", DRAWING.values(), ids=DRAWING)
 
 
 class Attending(nn.Module):
@@ -306,10 +300,15 @@ def grown(model: Callable[[], nn.Module], num_envs: int, seed: int = 0, **settin
     return made
 
 
-@each_drawing
-def test_a_host_that_draws_trains_alike_alone_and_among_others(model):
+@pytest.mark.parametrize("model", DRAWING.values(), ids=DRAWING)
+def test_a_host_that_draws_is_known(model):
+    assert host(model).global_rng
+
+
+@pytest.mark.parametrize("kind", ["functional dropout", "numpy", "layer drop", "rare attention", "lstm"])
+def test_a_host_that_draws_trains_alike_alone_and_among_others(kind):
+    model = DRAWING[kind]
     several, again, alone = grown(model, 3), grown(model, 3, seed=1), grown(model, 1, host_offset=2)
-    assert several.population.host_module.global_rng
     assert same_tree(several.executor.state_dict(), again.executor.state_dict())
     assert bit_equal(several.population.host.params[2:], alone.population.host.params)
     assert bit_equal(several.population.seeds.params[6:], alone.population.seeds.params)

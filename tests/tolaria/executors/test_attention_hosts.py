@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from against_streamed import ALGORITHMS, CONDITIONS, compare
+from against_streamed import ALGORITHMS, CONDITIONS, compare, fused
 from torch import Tensor, nn
 
 import tiny
@@ -14,7 +14,6 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.fused import FusedExecutor
 from tiny import CPU, SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
 
@@ -49,10 +48,6 @@ def spec(**settings: object) -> ModuleHostSpec:
 
 def host(**settings: object) -> ModuleHost:
     return spec(**settings).build(SLOTS, tokens.tokens().train.x[:1])
-
-
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
 
 
 @pytest.fixture(autouse=True)

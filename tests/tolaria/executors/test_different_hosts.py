@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from against_streamed import compare
+from against_streamed import EXECUTORS, compare
 
 import tiny
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -14,7 +14,6 @@ from esper.leyline.lifecycle import LifecycleOp, SeedStage
 from esper.tasks.instances import MixedImages
 from esper.tasks.losses import Classification
 from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
 from tiny import CLASSES
 from toys import ToyClient, script
 
@@ -22,11 +21,8 @@ MIXED = MixedImages(
     num_classes=CLASSES, classes=(2, CLASSES), fractions=(1.0, 0.3), noises=(0.0, 0.3), lr_factors=(1.0, 0.25)
 )
 SETTINGS = {"instances": MIXED, "batches_per_step": 3, "objective": Classification(CLASSES)}
-EXECUTORS = {
-    "native": NativeExecutor,
-    "fused": lambda data: FusedExecutor(data, measures_together=True),
-    "fused, measured by host": lambda data: FusedExecutor(data, measures_together=False),
-}
+BY_HOST = "fused, measured by host"
+OTHERS = {**EXECUTORS, BY_HOST: lambda data: FusedExecutor(data, measures_together=False)}
 
 
 def grown(bench):
@@ -34,17 +30,19 @@ def grown(bench):
     bench.grow("r0c1", "depthwise", SeedStage.HOLDING, alpha=1.0, hosts=[1, 2, 3])
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("native", "sgd"), ("native", "adamw"), ("fused", "adamw"), (BY_HOST, "sgd")]
+)
 def test_every_executor_is_the_streamed_one(name, optimizer):
     spec = OptimizerSpec(kind=optimizer, host_lr=0.01, seed_lr=0.02)
-    compare(EXECUTORS[name], grown, num_envs=6, epochs=2, optimizer=spec, **SETTINGS)
+    compare(OTHERS[name], grown, num_envs=6, epochs=2, optimizer=spec, **SETTINGS)
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
-@pytest.mark.parametrize("hosts", [SETTINGS, {}], ids=["different", "equal"])
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("native", SETTINGS), ("fused", SETTINGS), (BY_HOST, SETTINGS), ("fused", {})]
+)
 def test_every_executor_measures_the_same_share_of_the_examples(name, hosts):
-    compare(EXECUTORS[name], grown, num_envs=4, epochs=1, measured_share=0.3, **hosts)
+    compare(OTHERS[name], grown, num_envs=4, epochs=1, measured_share=0.3, **hosts)
 
 
 def task(**changes):
@@ -66,13 +64,6 @@ def test_a_host_is_trained_alike_alone_and_among_others():
     assert together.committed_acc[2] == alone.committed_acc[0]
     for name, values in together.instance.items():
         assert values[2] == alone.instance[name][0]
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one():
-    whole, shared = episode(4), episode(4, workers=2)
-    assert np.array_equal(whole.val_acc, shared.val_acc)
-    assert np.array_equal(whole.committed_acc, shared.committed_acc)
 
 
 def test_copies_are_the_same_host():

@@ -5,30 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from against_streamed import EXECUTORS
 from torch.overrides import TorchFunctionMode
 
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
-WRAP = {
-    "streamed": StreamedExecutor,
-    "fused": lambda data: FusedExecutor(data, measures_together=True),
-    "native": NativeExecutor,
-}
 
-every_executor = pytest.mark.parametrize("executor", list(WRAP))
+every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
 every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
 
 
 def bench_of(executor: str, num_envs: int = 1) -> Bench:
     bench = Bench(num_envs)
-    bench.executor = WRAP[executor](bench.executor.data)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
     return bench
 
 
@@ -39,11 +32,11 @@ def grown_bench(executor: str) -> Bench:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-@every_algorithm
 @pytest.mark.parametrize(
-    ("executor", "family"),
-    [*((name, HostFamily.CNN) for name in WRAP), *((name, HostFamily.TRANSFORMER) for name in ("streamed", "fused"))],
-)
+    ("executor", "family", "algorithm"),
+    [*((executor, HostFamily.CNN, algorithm) for executor in EXECUTORS for algorithm in (ADD, MULTIPLY, GATE)),
+     *((executor, HostFamily.TRANSFORMER, GATE) for executor in ("streamed", "fused"))],
+)  # fmt: skip
 def test_hidden_seeds_do_not_change_the_training_of_their_host_by_a_bit(executor, family, algorithm):
     alone, grown = bench_of(executor, 2), bench_of(executor, 2)
     for bench in (alone, grown):
@@ -162,14 +155,19 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     assert sorted(matched) == list(range(8))
 
 
-def test_one_example_at_a_time_is_measured_like_all_at_once(monkeypatch):
-    bench = grown_bench("fused")
+@pytest.mark.parametrize(
+    ("executor", "limit"),
+    [("streamed", "network._MAX_FLOATS_ON_CPU"), ("fused", "network._MAX_FLOATS_ON_CPU"),
+     ("native", "native.executor._EXAMPLES")],
+)  # fmt: skip
+def test_one_example_at_a_time_is_measured_like_all_at_once(executor, limit, monkeypatch):
+    bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed("test", bench.slots).accuracy[:, 0]
-    monkeypatch.setattr("esper.tolaria.executors.network._MAX_FLOATS_ON_CPU", 1)
+    monkeypatch.setattr(f"esper.tolaria.executors.{limit}", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
-    assert len(answers.seen) >= len(bench.data.val.y)
+    assert executor == "native" or len(answers.seen) >= len(bench.data.val.y)
     assert torch.equal(pieces.accuracy[found.valid], whole.accuracy[found.valid])
     torch.testing.assert_close(pieces.loss, whole.loss)
     assert torch.equal(bench.executor.committed("test", bench.slots).accuracy[:, 0], tested)
@@ -262,15 +260,21 @@ def test_seeds_before_training_keep_their_first_weights(executor, stage):
 
 @every_executor
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_network_with_broken_weights_is_wrong_everywhere_and_has_no_loss(executor, value):
-    bench = bench_of(executor, 2)
-    bench.population.host.params[1].fill_(value)
-    _, measured = bench.measure()
+def test_a_network_with_broken_weights_is_wrong_everywhere_has_no_loss_and_disturbs_nobody(executor, value):
+    broken, whole = bench_of(executor, 2), bench_of(executor, 2)
+    for bench in (broken, whole):
+        bench.grow("r0c0", "conv_light", S.TRAINING)
+    broken.population.host.params[1].fill_(value)
+    (_, measured), (_, expected) = broken.measure(), whole.measure()
     # a third of the examples have class 0, the first of equal maxima
     assert measured.accuracy[1, 0] == 0.0
     assert not measured.loss[1].isfinite()
     assert measured.accuracy[0, 0] > 0.0
-    assert measured.loss[0].isfinite()
-    trained = bench.train()
+    assert measured.loss[0] == expected.loss[0]
+    trained = broken.train()
+    whole.train()
     assert trained.acc[1] == 0.0
     assert not trained.loss[1].isfinite()
+    assert trained.grad_health[1, 0] == 0.0
+    assert trained.grad_exploding[1, 0]
+    assert same_tree(broken.host_params(0), whole.host_params(0))

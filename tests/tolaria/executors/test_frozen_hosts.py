@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import TWELVE, compare, grow_different_seeds, in_every_stage_and_blend
+from against_streamed import TWELVE, compare, fused, grow_different_seeds, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tiny
@@ -14,7 +14,6 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.stacking import StackedBatchNorm, StackedConv2d
 from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import SeedStage
-from esper.tolaria.executors.fused import FusedExecutor
 from tiny import SGD, SLOTS, Bench, bit_equal, same_tree
 from toys import ToyClient
 from user_networks import BACKBONE, Backbone
@@ -25,11 +24,7 @@ def host(**settings: bool) -> ModuleHost:
     return spec.build(SLOTS, tiny.dataset().train.x[:1])
 
 
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
-
-
-@pytest.mark.parametrize("settings", [{}, {"loads": False}, {"still": True}, {"head": False}])
+@pytest.mark.parametrize("settings", [{}, {"loads": False, "still": True}, {"head": False}])
 def test_fused_is_streamed_for_frozen_hosts(settings):
     compare(fused, grow_different_seeds, num_envs=5, host=host(**settings))
 

@@ -44,18 +44,6 @@ def test_where_the_family_allows_it_active_seeds_send_gradients_into_the_host_an
     assert not torch.equal(*below)
 
 
-def test_one_host_alone_is_the_same_as_among_many():
-    def grow(bench):
-        bench.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
-
-    alone, many = Bench(1), Bench(6)
-    for bench in (alone, many):
-        grow(bench)
-        FusedExecutor(bench.executor.data, measures_together=True).train_epoch(1, bench.slots)
-    torch.testing.assert_close(many.population.host.params[:1], alone.population.host.params, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(many.population.seeds.params[1:2], alone.population.seeds.params[1:2])
-
-
 def test_hosts_that_branch_differently_share_a_bucket_and_reach_the_sets_of_their_coalitions():
     sets = [np.array([[True, False], [False, False]]), np.array([[False, True], [False, False]])]
     plans = {host: plan_prefixes(rows, (0, 1)) for host, rows in enumerate(sets)}

@@ -108,23 +108,6 @@ def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(th
     assert torch.equal(many.population.seeds.params[:3], alone.population.seeds.params)
 
 
-def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
-    well, ill = Bench(3), Bench(3)
-    for bench in (well, ill):
-        bench.grow("r0c0", "depthwise", SeedStage.BLENDING, alpha=0.5)
-    ill.population.host.params[1] = torch.nan
-    ill.population.seeds.params[ill.seed_row("r0c0", 1)] = torch.inf
-    for bench in (well, ill):
-        native = NativeExecutor(bench.executor.data)
-        native.train_epoch(1, bench.slots)
-        found = bench.coalitions()
-        bench.executor.apply_structure(bench.structure(found))
-        bench.totals = native.evaluate(1, bench.slots, found)
-    assert torch.equal(ill.population.host.params[[0, 2]], well.population.host.params[[0, 2]])
-    assert torch.equal(ill.totals.loss[[0, 2]], well.totals.loss[[0, 2]])
-    assert ill.totals.loss[1].isnan()
-
-
 @pytest.mark.parametrize(("build", "reason"), OWN.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_blueprint_of_the_users_own_grows_too(own, build, reason):
     name = own(build)
@@ -173,20 +156,6 @@ def test_a_host_that_was_altered_has_no_rule():
     bench.population.host_module.head.register_forward_hook(lambda layer, given, y: 2 * y)
     with pytest.raises(ConfigError, match=r"the host has no rule in compiled C\+\+ \(head \(Linear\) has hooks\); set"):
         NativeExecutor(bench.executor.data)
-
-
-def test_measuring_in_parts_changes_no_count(monkeypatch):
-    bench = Bench(3)
-    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
-    bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
-    found = bench.coalitions()
-    bench.executor.apply_structure(bench.structure(found))
-    native = NativeExecutor(bench.executor.data)
-    whole = native.evaluate(1, bench.slots, found)
-    monkeypatch.setattr("esper.tolaria.executors.native.executor._EXAMPLES", 3)
-    pieces = native.evaluate(1, bench.slots, found)
-    assert torch.equal(whole.accuracy, pieces.accuracy)
-    torch.testing.assert_close(whole.loss, pieces.loss)
 
 
 def test_a_program_is_written_once_for_each_structure():

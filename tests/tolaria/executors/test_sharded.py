@@ -72,10 +72,9 @@ def shared():
     built.executor.close()
 
 
-@pytest.mark.parametrize("number", [0, 4])
-def test_streamed_hosts_are_bit_for_bit_those_of_one_process(shared, number):
-    stats, state, accuracy = episode(shared, number)
-    want_stats, want_state, want_accuracy = episode(engine(1), number)
+def test_streamed_hosts_are_bit_for_bit_those_of_one_process(shared):
+    stats, state, accuracy = episode(shared, 4)
+    want_stats, want_state, want_accuracy = episode(engine(1), 4)
     assert isinstance(shared.executor, ShardedExecutor)
     assert tiny.same_tree(state, want_state)
     assert tiny.bit_equal(accuracy, want_accuracy)
@@ -173,15 +172,13 @@ def test_what_a_worker_raises_is_raised_here_and_the_next_call_works(shared):
 
 
 def test_a_worker_that_was_killed_is_an_error_with_the_way_out():
-    built = engine(3)
+    built = engine(2)
     built.executor.reset(0)
-    first, second = built.executor._workers
-    os.kill(second.process.pid, signal.SIGKILL)
+    (worker,) = built.executor._workers
+    os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"host 2 ended \(killed by signal 9\).*last checkpoint.*workers = 1"):
         built.reset(ToyClient(built.spec), 1)
-    assert first.process.poll() is None
     built.executor.close()
-    assert first.process.poll() == -signal.SIGKILL
 
 
 @pytest.mark.slow

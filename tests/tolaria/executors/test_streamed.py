@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from plain import PlainTraining, assert_close
-from tiny import BATCH, SGD, SLOTS, Bench, dataset, same_tree
+from tiny import BATCH, SGD, SLOTS, Bench, dataset
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
@@ -174,37 +174,3 @@ def test_without_seeds_no_statistic_is_measured():
 
 
 # -- hosts do not know each other -----------------------------------------------------------------------------------
-
-
-def test_a_host_trains_to_the_same_bit_alone_and_among_others():
-    together = Bench(3)
-    together.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5, hosts=2)
-    together.grow("r1c0", "conv_heavy", S.TRAINING, hosts=[0, 2], algorithm=GATE)
-    alone = Bench(1, host_offset=2)
-    alone.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
-    alone.grow("r1c0", "conv_heavy", S.TRAINING, algorithm=GATE)
-    for bench in (together, alone):
-        bench.train(2)
-    assert same_tree(together.host_params(2), alone.host_params(0))
-    for slot in ("r0c0", "r1c0"):
-        assert same_tree(together.seed_params(slot, 2), alone.seed_params(slot))
-    coalitions, found = together.measure()
-    _, want = alone.measure()
-    valid = coalitions.valid[2]
-    assert torch.equal(found.accuracy[2][valid], want.accuracy[0, : valid.sum()])
-    assert found.loss[2] == want.loss[0]
-
-
-def test_a_host_with_nan_does_not_affect_the_others():
-    broken, whole = Bench(2), Bench(2)
-    for bench in (broken, whole):
-        bench.grow("r0c0", "conv_light", S.TRAINING)
-    broken.population.host.params[0, :4] = torch.nan
-    outputs = broken.train()
-    whole.train()
-    assert bool(outputs.loss[0].isnan())
-    assert outputs.grad_health[0, 0].item() == 0.0
-    assert bool(outputs.grad_exploding[0, 0])
-    assert same_tree(broken.host_params(1), whole.host_params(1))
-    _, measured = broken.measure()
-    assert bool(measured.loss[0].isnan() & measured.loss[1].isfinite())

@@ -2,24 +2,19 @@
 
 import pytest
 import torch
-from against_streamed import compare
+from against_streamed import compare, fused
 
 import tokens
 from esper.kasmina.blueprints import names, selectable
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
-from esper.tolaria.executors.fused import FusedExecutor
 from tiny import Bench
 
 S = SeedStage
 LIVES = ((S.TRAINING, 0.0), (S.BLENDING, 0.4), (S.HOLDING, 1.0), (S.FOSSILIZED, 1.0))
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 BLUEPRINTS = [names()[index] for index in selectable(HostFamily.TRANSFORMER)]
-
-
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
 
 
 def settings(dropout: float = 0.0) -> dict:

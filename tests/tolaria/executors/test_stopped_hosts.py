@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_every_executor import WRAP, bench_of
+from against_streamed import EXECUTORS
+from test_every_executor import bench_of
 
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from plain import assert_close
@@ -36,7 +37,7 @@ def weights(bench: Bench, host: int) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("executor", WRAP)
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_stopped_host_stays_as_it_is_and_the_others_do_not_notice(executor):
     usual, some = grown(executor), grown(executor)
     before = weights(some, STOPPED)
@@ -55,7 +56,7 @@ def test_a_stopped_host_stays_as_it_is_and_the_others_do_not_notice(executor):
             assert torch.isfinite(told.loss[host])
 
 
-@pytest.mark.parametrize("executor", WRAP)
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_stopped_host_is_not_measured_until_the_end(executor):
     bench = grown(executor)
     found, usual = bench.measure()
@@ -68,7 +69,7 @@ def test_a_stopped_host_is_not_measured_until_the_end(executor):
     assert torch.isfinite(kept.loss).all()
 
 
-@pytest.mark.parametrize("executor", WRAP)
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_all_hosts_may_be_stopped(executor):
     bench = grown(executor)
     before = [weights(bench, host) for host in range(HOSTS)]

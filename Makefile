@@ -55,9 +55,12 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
 		--num-envs 128 --out $(FOUND)-evaluation
 
-pretrained: $(STAMP)
+pretrained: $(STAMP)  # one task until the policy finds what to grow, then many
+	$(BIN)/esper train --preset learn --seed 1 --rounds 60 --set schedule_rounds=60 --out runs/pretrained-first
 	$(BIN)/esper train --preset learn --plugins scripts/pretraining.py $$($(BIN)/python scripts/pretraining.py) \
-		--num-envs 32 --rounds 360 --set schedule_rounds=360 ppo.final_inverse_temperature=3.0 --out runs/pretrained $(ARGS)
+		--task mixed_digits --policy runs/pretrained-first/checkpoints/round-00060.safetensors \
+		--num-envs 64 --rounds 156 --out runs/pretrained \
+		--set schedule_rounds=156 ppo.num_minibatches=4 ppo.lr=1e-3 ppo.ent_coef=0.02 $(ARGS)
 	cp runs/pretrained/policy.safetensors src/esper/policies/pretrained.safetensors
 
 test: $(STAMP)

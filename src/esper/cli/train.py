@@ -42,7 +42,7 @@ class Train:
     """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. With several, the rounds
     take turns and train one policy, OUT/policy.safetensors; the same command again continues. (digits)"""
     policy: Text = None
-    """File of a learned policy to start from, or pretrained. (a new policy)"""
+    """Learned policy to start from: its file, a checkpoint of a run, or pretrained. (a new policy)"""
     preset: Text = None
     """Base settings: quickstart, small, learn or paper. (quickstart)"""
     rounds: Number = None

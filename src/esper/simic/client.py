@@ -85,6 +85,8 @@ def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
     return tree_map(lambda x: x * keep_N1, hidden)
 
 
+POLICY_PARTS = "network.", "observations."
+"""Names of the tensors that decide, within the state of a `SimicClient`."""
 PolicyFunction = Callable[[PolicyInputs, bool], PolicyOutput]
 """`PolicyStep` or a compiled form of it; the second argument is `deterministic`."""
 
@@ -378,7 +380,7 @@ class SimicClient(_WithReward):
         rollout = below("rollout", state)
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("rollout.")}
         check_same_shapes(state, {**own, **self._episode_state()} if rollout else own, "policy")
-        self.load_policy({name: x for name, x in state.items() if name.startswith(("network.", "observations."))})
+        self.load_policy({name: x for name, x in state.items() if name.startswith(POLICY_PARTS)})
         self.agent.optimizer = restored(self.agent.optimizer, below("optimizer", state), "optimizer")
         self.agent.returns.load_state_dict(below("returns", state))
         self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()

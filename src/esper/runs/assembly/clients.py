@@ -9,11 +9,11 @@ import torch
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.tensor_dataclass import StateTree
+from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.state_file import read_state, write_state
 from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
+from esper.simic.client import POLICY_PARTS, PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.modes import Kernel, RewardOutput
@@ -147,19 +147,22 @@ def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> Non
 
 
 def read_learned(path: Path) -> StateTree:
-    """The policy of a file; raises CheckpointError if it is missing, damaged, or something else."""
+    """The policy of a file or of a checkpoint; raises CheckpointError if it is missing, damaged, or something else."""
     if not path.is_file():
         raise CheckpointError(f"there is no policy file {path}; {_WAY_OUT}")
     try:
-        about, policy = read_state(path)
+        about, state = read_state(path)
     except CheckpointError as error:
         raise CheckpointError(f"{str(error).removesuffix('.')}; {_WAY_OUT}") from error
-    if about.get("format") != LEARNED_FORMAT:
+    if about.get("format") == LEARNED_FORMAT:
+        return state
+    inside = {name: x for name, x in below("policy", state).items() if name.startswith(POLICY_PARTS)}
+    if not inside:
         raise CheckpointError(
             f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
             f"{LEARNED_FORMAT!r}); {_WAY_OUT}"
         )
-    return policy
+    return inside
 
 
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:

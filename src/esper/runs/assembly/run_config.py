@@ -91,7 +91,7 @@ class RunConfig:
     """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
     no controller is trained."""
     policy: str = ""
-    """File of a learned policy that training starts from, or "pretrained" for the one that comes with esper; its sizes
+    """File of a learned policy (or checkpoint) that training starts from, or "pretrained" for that of esper; its sizes
     replace those of `ppo`."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""

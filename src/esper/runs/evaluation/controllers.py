@@ -45,7 +45,7 @@ from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.state_file import state_digest
 from esper.runs.training.checkpoint import BEST, checkpoints, load, load_newest
-from esper.simic.client import ScriptedClient
+from esper.simic.client import POLICY_PARTS, ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
@@ -274,7 +274,7 @@ def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
     if checkpoint is None:
         raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
     state = below("policy", checkpoint.state)
-    policy = {name: x for name, x in state.items() if name.startswith(("network.", "observations."))}
+    policy = {name: x for name, x in state.items() if name.startswith(POLICY_PARTS)}
     controller = Controller(
         name=TRAINED,
         make=partial(learned_client, policy, checkpoint.path, replace(config, compile="off")),

@@ -24,7 +24,7 @@ from esper.runs.assembly.run_config import RunConfig, fingerprint
 from esper.runs.report import objective_of
 from esper.runs.state_file import read_state, write_state
 from esper.runs.training.signals import stop_signals
-from esper.simic.client import SimicClient
+from esper.simic.client import POLICY_PARTS, SimicClient
 from esper.telemetry.progress import RunConsole, duration, with_spread
 
 POLICY, STATE, METRICS = "policy.safetensors", "mixture.safetensors", "mixture.jsonl"
@@ -80,7 +80,7 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
                 trees = [with_prefix(f"scale.{i}", scale) for i, scale in scales.items()]
                 tensors = {name: x for tree in (with_prefix("policy", policy), *trees) for name, x in tree.items()}
                 write_state(path / STATE, {"key": key, "lines": lines, "scales": sorted(scales)}, tensors)
-    decides = {name: x for name, x in policy.items() if name.startswith(("network.", "observations."))}
+    decides = {name: x for name, x in policy.items() if name.startswith(POLICY_PARTS)}
     write_learned(path / POLICY, decides, _card(configs))
     with replacing(path / METRICS) as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)

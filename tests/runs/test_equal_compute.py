@@ -84,11 +84,16 @@ def test_every_controller_is_compared_at_the_budget(
     costs = [spent(one) for one in outcomes]
     budget, out = 0.9 * sum(costs), tmp_path / "out"
     options = [*SIZE, "--flops-per-host", str(budget), "--out", str(out)]
-    assert main(["evaluate", str(plans), "random_search", "random", *options]) == 0
+    command = ["evaluate", str(plans), "random_search", "hill_climbing", "random", *options]
+    assert main(command) == 0
     report = json.loads((out / "evaluation.json").read_text())
     equal = report["equal_compute"]
     rows = {row["name"]: row for row in equal["controllers"]}
-    assert set(rows) == {"portfolio", "halving", "random_search", "random", "wait_only"}
+    assert set(rows) == {"portfolio", "halving", "random_search", "hill_climbing", "random", "wait_only"}
+    assert equal["labels"]["hill_climbing"].startswith("1 climb, each with one more random seed in ")
+    means = [point["flops"] for point in equal["curves"]["hill_climbing"]]
+    assert len(means) > 1
+    assert means == sorted(means)
     # the portfolio of three does not fit, but its halving does, whose numbers are those of the race over its structures
     race = raced("halving", outcomes, RewardConfig(), (2,))
     assert rows["halving"]["hosts"]["test"] == pytest.approx(race.test_acc.tolist())
@@ -114,7 +119,7 @@ def test_every_controller_is_compared_at_the_budget(
     assert "halving: 3 structures, the worse half stops at step 2: none; r0c1 norm; r0c1 conv_light." in shown
     assert (out / "compute.png").stat().st_size > 10_000
     capfd.readouterr()
-    assert main(["evaluate", str(plans), "random_search", "random", *options]) == 0  # all of it is found again
+    assert main(command) == 0  # all of it is found again
     again = json.loads((out / "evaluation.json").read_text())
     assert again["equal_compute"] == equal
     reused, of = map(int, capfd.readouterr().err.split(" outcomes were found")[0].split()[-3::2])

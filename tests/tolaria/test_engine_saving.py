@@ -59,7 +59,7 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     moments = {"momentum"} if optimizer == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
     slabs = {f"{part}.{name}" for part in ("host", "seeds", "gates") for name in ({"params", "buffers"} | moments)}
     snapshots = {f"{part}_snapshot.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
-    want = {f"control.{part}.{name}" for part, names in control.items() for name in names}
+    want = {f"control.{part}.{name}" for part, names in control.items() for name in names} | {"control.stopped"}
     want |= {f"executor.population.{name}" for name in slabs | snapshots}
     of_executor = {f"executor.{name}" for name in ("episode", "loss_scale", "good_steps", "born")}
     assert tree.keys() == want | {"place"} | of_executor

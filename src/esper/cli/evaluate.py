@@ -31,7 +31,7 @@ class Evaluate:
     """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
     alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
     explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
-    portfolio and halving. Besides: random_search."""
+    portfolio and halving. Besides: random_search, hill_climbing."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
@@ -44,8 +44,8 @@ class Evaluate:
     """Hosts per controller and seed. (16)"""
     flops_per_host: Annotated[float | None, placeholder("X")] = None
     """Compare all of them once more at this budget, e.g. 1e9, for training and measuring a host: each controller run as
-    often as fits, validation keeps the best. (no such comparison; portfolio, halving and random_search spend what the
-    trained controller does, without a run three trainings of the plain host)"""
+    often as fits, validation keeps the best. (no such comparison; portfolio, halving, random_search and hill_climbing
+    spend what the trained controller does, without a run three trainings of the plain host)"""
     episode_length: Number = None
     """Control steps per episode. (as in the run, or set by the task)"""
     architecture: FilePath = None

@@ -334,7 +334,7 @@ class SimicClient(_WithReward):
             self.config,
             update_index=self.updates,
             run_seed=self.spec.run_seed,
-            hidden=self.hidden,
+            hidden=self._carried,  # also of hosts whose last row is invalid
             read=self._read,
         )
         self.updates += 1

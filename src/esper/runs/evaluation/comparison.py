@@ -25,20 +25,25 @@ from esper.leyline.messages import EngineSpec
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
+from esper.runs.evaluation import climbing
 from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation.climbing import Climb, climbs_of
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
 from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
-from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, digest_of_file, key_of, run_controller
 from esper.runs.evaluation.races import (
     Plans,
     in_random_order,
     is_plans,
+    of_seeds,
     plan_within,
     read_plans,
+    single_seeds,
     small_structures,
 )
 from esper.runs.evaluation.results import (
+    HILL_CLIMBING,
     RACES,
     RANDOM_SEARCH,
     REFERENCE,
@@ -515,6 +520,8 @@ class _Session:
         Raises ConfigError if no plan fits.
         """
         weights = self.config.reward
+        if name == HILL_CLIMBING:
+            return list(self._climbs(budget))
         if name == RANDOM_SEARCH:
             return list(best_of(name, "random structure", self._random(budget), weights, budget, every_step=False))
         last = plan_within(plans[name], name, budget)
@@ -528,6 +535,40 @@ class _Session:
             controller = known.fixed([structure], self.config)
             self._structures[structure] = [self._outcome(place, controller) for place in self._places]
         return self._structures[structure]
+
+    def _climbs(self, budget: float) -> Iterator[Entry]:
+        """Hill climbing with one copy of each host in a climb, with two, and so on within the budget."""
+        pools = [self._pool(place, budget) for place in self._places]
+        climbs = len(climbs_of(self.config.episode_length, len(self.config.slots))) - 1
+        for copies in range(1, 1 + min(map(len, pools))):
+            self._progress.more(len(self._places))
+            outcomes = [self._climbed(place, pool, copies) for place, pool in zip(self._places, pools, strict=True)]
+            label = f"{counted(climbs, 'climb')}, each with one more random seed in {copies} of {1 + copies} rows"
+            entry = Entry(label, 1 + climbs * copies, outcomes)
+            if entry.flops > budget:
+                return
+            yield entry
+
+    def _pool(self, place: "_Place", budget: float) -> list[tuple[int, int]]:
+        """Seeds with which a training of a host costs at most half of the budget."""
+        seeds = single_seeds(place.spec(1))
+        flops = place.meter([of_seeds([seed], place.spec(1)) for seed in seeds]).of_structures
+        return [seed for seed, cost in zip(seeds, flops, strict=True) if 2.0 * cost <= budget]
+
+    def _climbed(self, place: "_Place", pool: list[tuple[int, int]], copies: int) -> Outcome:
+        dataset = place.dataset
+        assert dataset is not None, "only networks climb"
+
+        def run(on_step: Callable[[], None]) -> Outcome:
+            seed, hosts = place.group.seed, self._num_envs
+            return Climb(
+                place.config, dataset, place.device, run_seed=seed, num_envs=hosts, copies=copies, pool=pool,
+                on_step=on_step,
+            ).run()  # fmt: skip
+
+        identity = {"copies": copies, "pool": pool, "program": digest_of_file(Path(climbing.__file__))}
+        controller = replace(known.fixed([], place.config), name=HILL_CLIMBING, identity=identity)
+        return self._outcome(place, controller, run=run, rows=1 + copies)
 
     def _random(self, budget: float) -> Iterator[Sequence[Outcome]]:
         """Passes in which every host has a structure that it has not had yet, of those that cost half of the budget."""
@@ -552,7 +593,15 @@ class _Session:
             self._found[at] = self._outcome(place, controller)
         return self._found[at]
 
-    def _outcome(self, place: "_Place", controller: Controller, repetition: int = 0) -> Outcome:
+    def _outcome(
+        self,
+        place: "_Place",
+        controller: Controller,
+        repetition: int = 0,
+        run: Callable[[Callable[[], None]], Outcome] | None = None,
+        rows: int = 1,
+    ) -> Outcome:
+        """The outcome of a controller, or of `run`, which has so many rows for each host at once."""
         num_envs, config, dataset, seed = self._num_envs, place.config, place.dataset, place.group.seed
         hosts = {"run_seed": seed, "num_envs": num_envs, "repetition": repetition}
         key = key_of(config, dataset, controller, **hosts) if self._store else {}
@@ -564,21 +613,24 @@ class _Session:
         first, task = self._available is None, config.task_spec()
         if self._available is None:
             self._available = available_bytes(place.device)  # memory that earlier hosts gave back stays in this process
-        if first or controller.host is not None:  # refuse hosts that do not fit, also wider ones
+        if first or controller.host is not None or rows > 1:  # refuse hosts that do not fit, also wider or more ones
             require_memory(
                 config,
                 task if controller.host is None else replace(task, host=controller.host),
                 dataset,
                 place.device,
                 self._console.say if first else lambda line: None,
-                num_envs=num_envs,
+                num_envs=rows * num_envs,
                 episodes=self._progress.left,
                 available=self._available,
             )
         again = f", run {repetition + 1}" if repetition else ""
         self._progress.begin(f"{controller.name}{again}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
         advance = partial(self._progress.advance, 1.0 / config.episode_length)
-        outcome = run_controller(config, dataset, place.device, controller, **hosts, on_step=advance)
+        if run is not None:
+            outcome = run(advance)
+        else:
+            outcome = run_controller(config, dataset, place.device, controller, **hosts, on_step=advance)
         if self._store:
             self._store.put(key, outcome)
         return outcome

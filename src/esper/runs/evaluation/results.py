@@ -29,10 +29,11 @@ from esper.tolaria.state import RolloutStats
 
 REFERENCE, TRAINED, COMMON = "wait_only", "trained", "static_common"
 """Controllers with a part of their own in the results."""
-PORTFOLIO, HALVING, RANDOM_SEARCH = "portfolio", "halving", "random_search"
+PORTFOLIO, HALVING, RANDOM_SEARCH, HILL_CLIMBING = "portfolio", "halving", "random_search", "hill_climbing"
 SEARCHED = (PORTFOLIO, HALVING)
-RACES = (*SEARCHED, RANDOM_SEARCH)
-"""Baselines that train several structures on each host (`races`), and those whose structures a search found."""
+RACES = (*SEARCHED, RANDOM_SEARCH, HILL_CLIMBING)
+"""Baselines that train several structures on each host (`races`, `climbing`), and those whose structures a search
+found."""
 
 RESAMPLES = 9_999
 LEVEL = 0.95

@@ -33,7 +33,7 @@ from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
-from esper.tolaria.executors.training import begin_training
+from esper.tolaria.executors.training import begin_hosts, begin_training
 from esper.tolaria.runtime import host_read
 
 _DRAWN = 5
@@ -137,7 +137,7 @@ def predict(
     )
 
 
-_TRIAL = 0.4
+_TRIAL = 0.1
 """Most seconds of a training pass whose time is measured."""
 
 
@@ -180,8 +180,7 @@ def _host_bytes(data: HostData, structure: Structure, *, batches: bool) -> int:
     p = data.population
     state = sum(x.nbytes for x in p.state_dict().values())
     rows = begin_training(p, structure)
-    copies = [p.host.begin(torch.zeros(1, dtype=torch.int64, device=p.device), [p.host.params.shape[1]]),
-              rows.seeds, rows.gates]  # fmt: skip
+    copies = [begin_hosts(p), rows.seeds, rows.gates]
     order = 8 * len(data.dataset.train)
     augmentation = data.dataset.augmentation
     if augmentation is not None:
@@ -208,8 +207,7 @@ def _training_bytes(data: HostData, structure: Structure) -> int:
 def _kept_for_backward(data: HostData, structure: Structure, count: int) -> int:
     """Bytes that the forward pass of one host over `count` examples keeps, weights not counted."""
     p = data.population
-    hosts = p.host.begin(torch.zeros(1, dtype=torch.int64, device=p.device), [p.host.params.shape[1]])
-    rows = begin_training(p, structure)
+    hosts, rows = begin_hosts(p), begin_training(p, structure)
     train = train_function(data, [0], hosts, rows, torch.from_numpy(structure.alpha).to(p.device))
     weights = {x.untyped_storage().data_ptr() for working in (hosts, rows.seeds, rows.gates)
                for x in (working.params, working.grad)}  # fmt: skip

@@ -43,16 +43,14 @@ from esper.leyline.objective import Objective, Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
 from esper.tolaria.executors import streamed
-from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor, run_epoch
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor
 from esper.tolaria.executors.protocol import Structure, TrainPass
 from esper.tolaria.executors.training import (
-    StackedOptimizer,
     TrainedRows,
+    begin_hosts,
     begin_training,
     blend_of_rank,
     blend_order,
-    finish_training,
-    gradient_statistics,
     isolated_mask,
     trained_mask,
 )
@@ -524,30 +522,14 @@ class FusedExecutor(NetworkExecutor):
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, data = self.population, self.data
-        hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
-        rows = begin_training(p, data.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
+        hosts, rows = begin_hosts(p), begin_training(p, data.structure)
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
         of_slots = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
         groups = [group for of_slot in of_slots.values() for group in of_slot]
         trained = [host, *(rows for group in groups for rows in (group.seed, group.gate) if rows and rows.grads)]
-
-        def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
-            scores = self._train_batch(trained, of_slots, x_NB, y_NB)
-            optimizer.unscale()
-            return scores
-
         self.stacked_modules.train(True)
-        outputs = run_epoch(
-            data.train_batches(t),
-            data.objective,
-            train=train,
-            statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
-            step=optimizer.step,
-        )
-        p.host.finish(hosts)
-        finish_training(p, rows)
+        outputs = streamed.run_epoch(data, t, hosts, rows, partial(self._train_batch, trained, of_slots))
         for group in groups:
             if group.running.shape[1]:
                 p.seeds.buffers[group.rows, : group.running.shape[1]] = group.running

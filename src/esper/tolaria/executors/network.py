@@ -7,7 +7,7 @@ Shape legend: N = hosts, K = coalitions, R = rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple, final
@@ -400,35 +400,6 @@ class NetworkExecutor(ABC):
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided."""
         self.data.apply_structure(structure)
-
-
-def run_epoch(
-    batches: SharedBatchIterator,
-    objective: Objective,
-    *,
-    train: Callable[[Tensor, Tensor], Scores],
-    statistics: Callable[[], GradientStatistics],
-    step: Callable[[], None],
-) -> TrainPass:
-    """Train all hosts on every batch.
-
-    Args:
-        batches: x [N, B, ...] and y [N, B, ...].
-        objective: gives the figure of merit.
-        train: forward and backward of a batch; leaves unscaled gradients in place and returns scores [N], summed over
-            the batch in float64.
-        statistics: of those gradients; called in the last batch, before its step.
-        step: clip the gradients and step the optimizers.
-    """
-    last, total = len(batches) - 1, None
-    for i, (x_NB, y_NB) in enumerate(batches):
-        scores = train(x_NB, y_NB)
-        if i == last:
-            gradients = statistics()
-        step()
-        total = scores if total is None else Scores(*(a + b for a, b in zip(total, scores, strict=True)))
-    assert total is not None, "a split has at least one batch"
-    return train_pass(objective, total, gradients)
 
 
 def train_pass(objective: Objective, total: Scores, gradients: GradientStatistics) -> TrainPass:

@@ -22,12 +22,13 @@ from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
-from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, mean_factor, run_epoch, sums
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, mean_factor, sums, train_pass
 from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.executors.training import (
     SlotsOfHost,
     StackedOptimizer,
     TrainedRows,
+    begin_hosts,
     begin_training,
     finish_training,
     gradient_statistics,
@@ -56,26 +57,35 @@ class StreamedExecutor(NetworkExecutor):
 def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     """Every host over its whole train split, in its own order."""
     p = data.population
-    hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
-    rows = begin_training(p, data.structure)
+    hosts, rows = begin_hosts(p), begin_training(p, data.structure)
+    return run_epoch(data, t, hosts, rows, train_function(data, range(p.num_envs), hosts, rows, slots.alpha))
+
+
+def run_epoch(data: HostData, t: int, hosts: TrainingCopy, rows: TrainedRows, train: TrainBatch) -> TrainPass:
+    """Train all hosts on every batch of a step, and write the working copies back.
+
+    Args:
+        data: of the hosts.
+        t: the step.
+        hosts: working copies of all of them.
+        rows: those of the seeds and gates that are trained.
+        train: forward and backward of a batch x [N, B, ...] and y [N, B, ...]; leaves scaled gradients in place and
+            returns scores [N], summed over the batch in float64.
+    """
+    p, batches = data.population, data.train_batches(t)
     optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
-    train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
-
-    def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
-        scores = train_batch(x_NB, y_NB)
+    last, total = len(batches) - 1, None
+    for i, (x_NB, y_NB) in enumerate(batches):
+        scores = train(x_NB, y_NB)
         optimizer.unscale()
-        return scores
-
-    train_pass = run_epoch(
-        data.train_batches(t),
-        data.objective,
-        train=train,
-        statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
-        step=optimizer.step,
-    )
+        if i == last:
+            gradients = gradient_statistics(p, data.structure, rows, hosts.grad)
+        optimizer.step()
+        total = scores if total is None else Scores(*(a + b for a, b in zip(total, scores, strict=True)))
+    assert total is not None, "a split has at least one batch"
     p.host.finish(hosts)
     finish_training(p, rows)
-    return train_pass
+    return train_pass(data.objective, total, gradients)
 
 
 def train_function(

@@ -113,6 +113,12 @@ def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:
     return _ALGORITHMS[rank // 2], bool(rank % 2)
 
 
+def begin_hosts(population: Population) -> TrainingCopy:
+    """Copy the rows of all hosts."""
+    p = population
+    return p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
+
+
 def begin_training(population: Population, structure: Structure) -> TrainedRows:
     """Copy the rows that will be trained, as wide as the widest of them.
 

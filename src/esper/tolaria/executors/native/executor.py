@@ -35,7 +35,7 @@ from esper.tolaria.executors.native.networks import (
 )
 from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, train_pass
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
-from esper.tolaria.executors.training import begin_training, finish_training, gradient_statistics
+from esper.tolaria.executors.training import begin_hosts, begin_training, finish_training, gradient_statistics
 
 _EXAMPLES = 64
 """Examples that are measured at a time, so that the features of a host stay in a core's cache."""
@@ -102,8 +102,7 @@ class NativeExecutor(NetworkExecutor):
         ours, others = self._split_hosts(codes)
         if not ours.size:
             return streamed.train_epoch(data, t, slots)
-        hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
-        rows = begin_training(p, data.structure)
+        hosts, rows = begin_hosts(p), begin_training(p, data.structure)
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()

@@ -124,6 +124,10 @@ class Moment:
     t: int = 0
 
 
+_AHEAD = 16
+"""Masks whose keys are drawn at once."""
+
+
 @final
 class Draws:
     """Random numbers of the seeds in one slot of some hosts (or of the hosts themselves), in one pass over the data."""
@@ -134,6 +138,8 @@ class Draws:
         """`hosts` are global numbers; `numbers` are the same on the CPU, which `seeded` needs."""
         self._moment, self.hosts, self._slot, self._numbers = moment, hosts, slot, numbers
         self.count = 0
+        self._keys: Int[Tensor, "A G"] | None = None
+        self._first = 0  # mask of the first of these keys
 
     def of(self, hosts: Int[Tensor, " G"]) -> "Draws":
         """The same state for other hosts."""
@@ -154,15 +160,23 @@ class Draws:
 
         Where p = 1 the mask means nothing.
         """
-        now, num_hosts = self._moment, self.hosts.shape[0]
-        own = words(
-            now.run_seed, Stream.DROPOUT, self.hosts, episode=now.episode, t=now.t, slot=self._slot, block=self.count
-        )
-        self.count += 1
+        num_hosts = self.hosts.shape[0]
         one = (shape[0] // num_hosts, *shape[1:])
-        numbers = short_rows(own[:, 0] | own[:, 1] << 32, math.prod(one))
+        numbers = short_rows(self._next_key(), math.prod(one))
         mask = numbers >= min(round(p * 2**16), 2**16 - 1) - 2**15
         return mask.view(num_hosts, *one).transpose(0, 1).flatten(0, 1)
+
+    def _next_key(self) -> Int[Tensor, " G"]:
+        """The keys of the next mask; those of `_AHEAD` masks are drawn in the time of one."""
+        ahead = self.count - self._first
+        if self._keys is None or not 0 <= ahead < _AHEAD:
+            now, ahead, self._first = self._moment, 0, self.count
+            key = {"episode": now.episode, "t": now.t, "slot": self._slot}
+            blocks = torch.arange(self.count, self.count + _AHEAD, device=self.hosts.device)[:, None]
+            own = words(now.run_seed, Stream.DROPOUT, self.hosts, **key, block=blocks)
+            self._keys = own[..., 0] | own[..., 1] << 32
+        self.count += 1
+        return self._keys[ahead]
 
 
 @final

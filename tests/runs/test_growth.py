@@ -107,8 +107,8 @@ def test_a_climb_keeps_the_best_beside_its_copies_and_ends_with_one_network():
 def test_a_race_tries_rates_then_architectures_then_the_best_two():
     stages = racing_stages(new=4)
     assert [(stage.kept, stage.new) for stage in stages] == [(3, 0), (1, 4), (2, 0), (1, 0)]
-    assert [stage.until for stage in stages] == [0.08, 0.13, 0.2, 1.0]
-    assert racing_stages(new=0) == (Stage(0.08, 3), Stage(1.0, 1))
+    assert [stage.until for stage in stages] == [0.06, 0.1, 0.15, 1.0]
+    assert racing_stages(new=0) == (Stage(0.06, 3), Stage(1.0, 1))
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():

@@ -10,11 +10,12 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto            as hill_climbing, from six trainings of the network alone on as halving
+    auto            the network alone, three learning rates   a race: the best one beside copies that have grown, then
+                                                              the best two, then the best one for most of the compute
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
-one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
-reproducible; one of minutes depends on the machine.
+one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
+once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
@@ -74,6 +75,8 @@ _KEPT_SHARE = 0.6
 _RACED = 0.65
 """Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
 network that is kept: 1 of 1, 2 of 3, 4.5 of 10."""
+_LEAST_BATCHES = 20
+"""Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
 _MEASURED = 0.02
 """Share of the compute of a step that goes into measuring; behind a stage all validation examples are measured."""
 _IN_TIME = 0.95
@@ -130,7 +133,8 @@ class Entry:
 
     Attributes:
         candidate: what was trained. params: its parameters. flops: of one example in a forward pass.
-        val, loss: on the validation examples after each step, those of the entry that it is a copy of included.
+        val, loss: after each step, those of the entry that it is a copy of included; on a part of the validation
+            examples, and on all of them behind a stage.
         spent: FLOPs of its own steps. parent: number of the entry that it is a copy of. born: steps of that one.
     """
 
@@ -290,7 +294,8 @@ class Prices:
         assert isinstance(module, Host)
         self._module, self._example, self._spec = module, example, engine.spec
         (self._seed_params,) = host_read(engine.executor.costs.seed_params)
-        trained, self._whole = (1 + BACKWARD) * training_bounds(task, dataset)[-1][1], len(dataset.val)
+        bounds = training_bounds(task, dataset)
+        trained, self._whole, self.batches = (1 + BACKWARD) * bounds[-1][1], len(dataset.val), len(bounds)
         self.measured_share = min(1.0, _MEASURED * trained / self._whole)
         self._examples = trained + math.ceil(self._whole * self.measured_share)
         self._added: dict[PlacedSeed, float] = {}
@@ -439,6 +444,7 @@ class Growth:
             target = min(target, usual)
         if method == "hill_climbing":
             target *= _CLIMBED_SHARE
+        first = _LEAST_BATCHES / self._prices.batches if method == "auto" else 1.0
         plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
@@ -451,7 +457,8 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            plans = [(plain, racing_stages(new)) for new in range(len(self._pool), -1, -1)]
+            races = [(plain, racing_stages(new)) for new in range(len(self._pool), -1, -1)]
+            plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
@@ -460,7 +467,7 @@ class Growth:
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
             steps = longest(costs, until, left - self._measuring(costs))
-            if steps >= target and steps * until[0] >= 1.0:
+            if steps >= target and (self._fixed or steps) * until[0] >= first:
                 break
         return candidates, stages
 

@@ -11,7 +11,7 @@
 #   make check                        format, lint, types, import order and chains
 #   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
 #   make results                      compare growing with the usual ways on five networks (docs/results.md)
-#   make results ARGS="--scale 0.1"   the same on a tenth of the examples, in minutes
+#   make results ARGS=--small         the same with few examples, in half an hour
 #   make PYTHON=python3.12 setup      another interpreter
 
 PYTHON ?= python3

@@ -5,12 +5,11 @@ keep more parameters than the wider network has. The best on the validation spli
 of OUT/results.jsonl; what is there is not computed again, so that an interrupted run continues.
 
     python scripts/practice.py --data-dir DATA --page docs/results.md           # `make results`: hours on two cores
-    python scripts/practice.py --data-dir DATA --scale 0.1 --seeds 1            # minutes
+    python scripts/practice.py --data-dir DATA --small --seeds 1                # minutes
     python scripts/practice.py --hosts fashion --examples 20000 --epochs 30 --methods plain wider
 """
 
 import json
-import math
 import resource
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,10 +47,10 @@ class Options:
     """Names of the methods, as in the tables."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Of the split, the initial weights and the order of the examples."""
-    scale: float = 1.0
-    """Share of the examples; epochs are multiplied by its square root."""
+    small: bool = False
+    """Take the examples and epochs of the small table."""
     examples: int | None = None
-    """Examples of training instead."""
+    """Examples of training instead, of every host."""
     epochs: float | None = None
     """Epochs of each of the three runs instead."""
     data_dir: Path | None = None
@@ -88,15 +87,14 @@ def jobs_of(options: Options) -> list[Job]:
     for given, names in ((options.hosts, known), (options.methods, METHODS)):
         if wrong := [name for name in given if name not in names]:
             raise ConfigError(f"{wrong[0]!r} is unknown; there are: {'; '.join(names)}.")
-    if not 0.0 < options.scale <= 1.0:
-        raise ConfigError(f"scale is {options.scale}; it must be above 0 and at most 1.")
     found = []
     for seed, name, method in product(options.seeds, options.hosts, options.methods):
         host = known[name]
-        examples = round(options.scale * host.examples) if options.examples is None else options.examples
+        usual = host.small if options.small else (host.examples, host.epochs)
+        examples = usual[0] if options.examples is None else options.examples
         if not host.batch <= examples <= host.examples:
             raise ConfigError(f"{name} has {host.examples} examples in batches of {host.batch}, not {examples}.")
-        epochs = round(host.epochs * math.sqrt(options.scale), 2) if options.epochs is None else options.epochs
+        epochs = usual[1] if options.epochs is None else options.epochs
         found.append(Job(host=name, examples=examples, epochs=epochs, method=method, seed=seed))
     return found
 

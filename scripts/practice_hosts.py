@@ -235,6 +235,8 @@ class Host:
     """Of training."""
     epochs: float
     """Of one of three runs."""
+    small: tuple[int, float]
+    """The same two numbers of the small table."""
     batch: int = 128
     warmup: float = 0.0
     """Share of the steps in which the learning rate rises."""
@@ -251,24 +253,24 @@ STAGES = ("stage1", "stage2", "stage3")
 HOSTS = (
     Host(
         name="fashion", title="a small CNN on Fashion-MNIST", net=partial(cnn, 1, (12, 24, 36)), slots=STAGES,
-        load=partial(images, fashion_mnist.load), rates=RATES, examples=54_000, epochs=10,
+        load=partial(images, fashion_mnist.load), rates=RATES, examples=54_000, epochs=10, small=(8_000, 3),
     ),
     Host(
         name="cifar", title="a small CNN on CIFAR-10", net=partial(cnn, 3, (16, 32, 48)), slots=STAGES,
-        load=partial(images, cifar10.load), rates=RATES, examples=45_000, epochs=6,
+        load=partial(images, cifar10.load), rates=RATES, examples=45_000, epochs=6, small=(5_000, 3),
     ),
     Host(
         name="resnet8", title="a ResNet-8 on CIFAR-10", net=lambda width: ResNet8(round(8 * width)),
         slots=("layer1", "layer2", "layer3"), load=partial(images, cifar10.load), rates=RATES,
-        examples=45_000, epochs=5,
+        examples=45_000, epochs=5, small=(5_000, 3),
     ),
     Host(
         name="gpt", title="a GPT on tinyshakespeare", net=lambda width: GPT(VOCABULARY, CONTEXT, round(64 * width)),
         slots=("blocks.1", "blocks.3"), load=characters, rates=(1e-3, 3e-3, 1e-2),
-        examples=28_232, epochs=2, batch=32, warmup=0.1,
+        examples=28_232, epochs=2, small=(4_000, 1), batch=32, warmup=0.1,
     ),
     Host(
         name="tabular", title="an MLP on a table", net=lambda width: MLP(FEATURES, round(64 * width), CLASSES),
-        slots=("hidden1", "hidden2"), load=table, rates=RATES, examples=SIZES[0], epochs=30,
+        slots=("hidden1", "hidden2"), load=table, rates=RATES, examples=SIZES[0], epochs=30, small=(SIZES[0], 15),
     ),
 )  # fmt: skip

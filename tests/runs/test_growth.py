@@ -30,6 +30,7 @@ from esper.runs.growth import (
     climbing_stages,
     halving_stages,
     longest,
+    racing_stages,
     stage_ends,
 )
 
@@ -68,10 +69,11 @@ def grow() -> Iterator[Callable[..., Growth]]:
         dataset = TASK.spec.load(None, 0)
 
         def begun(
-            method: Any = "halving", steps: int | None = None, seed: int = 3, warmup: int = 0, **budget: Any
-        ) -> Growth:
+            method: Any = "halving", steps: int | None = None, warmup: int = 0, seed: int = 3, keep: Any = "last",
+            **budget: Any,
+        ) -> Growth:  # fmt: skip
             own = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
-            return Growth(own, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps)
+            return Growth(own, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps, keep=keep)
 
         yield begun
 
@@ -100,6 +102,22 @@ def test_a_climb_keeps_the_best_beside_its_copies_and_ends_with_one_network():
     stages = climbing_stages(climbs=2, new=4)
     assert [(stage.kept, stage.new) for stage in stages] == [(3, 0), (1, 4), (1, 4), (1, 0)]
     assert [stage.until for stage in stages] == pytest.approx([0.1, 0.35, 0.6, 1.0])
+
+
+def test_a_race_tries_rates_then_architectures_then_the_best_two():
+    stages = racing_stages(new=4)
+    assert [(stage.kept, stage.new) for stage in stages] == [(3, 0), (1, 4), (2, 0), (1, 0)]
+    assert [stage.until for stage in stages] == [0.06, 0.1, 0.15, 1.0]
+    assert racing_stages(new=0) == (Stage(0.06, 3), Stage(1.0, 1))
+
+
+def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow):
+    flops = STEP * grow("plain", steps=1).entries[0].flops
+    few, many = grow("auto", flops=60 * flops), grow("auto", flops=200 * flops)  # 4 batches of a step
+    assert [entry.candidate for entry in few.entries] == [Candidate()]
+    assert few._end == few.steps > 60
+    assert [entry.candidate.rate for entry in many.entries] == list(RATES)
+    assert 20 <= 4 * many._end < 0.1 * 4 * many.steps
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():
@@ -154,6 +172,20 @@ def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, method, ru
     assert growth.entries[entry].params == network.description.host_params + network.description.grown_params
 
 
+def test_all_validation_examples_are_measured_behind_a_stage_and_few_in_each_step(grow):
+    growth = grow("plain", steps=2, flops=1e12)
+    growth._stages = (Stage(1.0, 1),)
+    growth.begin([Candidate()])
+    growth.step()
+    x, y = vectors(40)
+    assert growth.entries[0].val[0] in (0.0, 25.0, 50.0, 75.0, 100.0)  # 2 % of 3 * 64 passes are 4 examples
+    growth.step()
+    network, _, _ = growth.result()
+    right = (network.module(x).argmax(dim=1) == y).float().mean()
+    assert growth.entries[0].val[1] == pytest.approx(100.0 * float(right)) == network.description.val
+    assert growth.spent == growth.entries[0].flops * (2 * (3 * 64 + 4) + 40)
+
+
 def test_minutes_end_a_growth_before_the_step_that_would_be_too_late(grow):
     growth = grow("plain", minutes=5.0)
     for _ in range(3):
@@ -203,25 +235,22 @@ def test_the_rate_and_the_architecture_are_chosen_apart(grow):
     growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
     assert {entry.candidate.rate for entry in growth.entries} == set(RATES)
     for entry in growth.entries:  # the rate 3 is best for the network alone, norm is best at rate 1
-        own = 90.0 if "norm" in str(entry.candidate) else 50.0 + entry.candidate.rate
-        entry.val, entry.loss = [own], [1.0]
+        entry.val, entry.loss = [50.0], [0.1 if "norm" in str(entry.candidate) else 1.0 - 0.1 * entry.candidate.rate]
     growth._next_stage()
     assert str(growth.entries[growth.rows[0]].candidate).startswith("norm")
     assert growth.entries[growth.rows[0]].candidate.rate == 3.0
 
 
-def test_a_new_seed_must_remove_a_part_of_what_misses_to_100(grow):
-    growth = grow("hill_climbing", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
-    while len(growth.entries) == 3:
-        growth.step()
-    parent, child = growth.rows[:2]
-    growth._stage += 1  # as when the climb ends
-    for row in growth.rows:
-        growth.entries[row].val[-3:] = [80.0] * 3
-    growth.entries[child].val[-3:] = [80.5] * 3  # 3 % of what misses are 0.6
-    assert growth._merit(child) < growth._merit(parent)
-    growth.entries[child].val[-3:] = [81.0] * 3
-    assert growth._merit(child) > growth._merit(parent)
+def test_twice_the_price_must_lower_the_loss_by_a_tenth(grow):
+    growth = grow("auto", flops=200 * STEP * grow("plain", steps=1).entries[0].flops)
+    alone, twice = growth.rows[:2]
+    growth.entries[twice].flops = 2.0 * growth.entries[alone].flops
+    growth.entries[alone].loss, growth.entries[twice].loss = [0.99], [0.91]  # 0.91 * 1.1 = 1.001
+    assert growth._merit(twice) < growth._merit(alone)
+    growth.entries[twice].loss = [0.89]  # 0.979
+    assert growth._merit(twice) > growth._merit(alone)
+    growth.entries[twice].loss = [math.nan]
+    assert growth._merit(twice) == -math.inf
 
 
 def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow):
@@ -266,7 +295,7 @@ def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow
     growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
     while growth._stage == 0:
         growth.step()
-    row, t, _ = growth.ended
+    row, t, _ = growth.best
     assert row in growth.rows  # it is trained further
     growth.entries[row].val[t - 1] = 100.0
     finished(growth)
@@ -286,11 +315,11 @@ def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
 
 
 def test_the_best_step_is_kept_on_request(grow):
-    growth = finished(grow("plain", steps=12))
-    best = max(value for entry in growth.entries for value in entry.val)
-    network, entry, steps = growth.result("best")
-    assert network.description.val == pytest.approx(best)
-    assert best == max(growth.entries[entry].val)
+    growth = finished(grow("plain", steps=12, seed=4, keep="best"))
+    last = growth.entries[growth.rows[0]]
+    network, entry, steps = growth.result()
+    assert network.description.val == pytest.approx(max(growth.entries[entry].val[steps - 1], *last.val[-9:]))
+    assert growth.entries[entry].val[steps - 1] > last.val[-1]
     assert growth.leaderboard(entry, steps, None).val == pytest.approx(network.description.val)
 
 

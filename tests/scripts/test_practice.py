@@ -154,9 +154,9 @@ def test_what_an_interruption_cut_is_computed_again(tmp_path):
     assert file.read_text() == ""
 
 
-def test_a_scale_takes_fewer_examples_and_epochs():
-    (job,) = jobs_of(Options(hosts=("fashion",), methods=("plain",), seeds=(1,), scale=0.25))
-    assert (job.examples, job.epochs) == (13_500, 5.0)
+def test_the_small_table_takes_fewer_examples_and_epochs():
+    (job,) = jobs_of(Options(hosts=("fashion",), methods=("plain",), seeds=(1,), small=True))
+    assert (job.examples, job.epochs) == (8_000, 3)
     (job,) = jobs_of(Options(hosts=("fashion",), methods=("plain",), seeds=(1,), examples=20_000, epochs=30))
     assert (job.examples, job.epochs) == (20_000, 30)
 
@@ -166,8 +166,7 @@ def test_a_scale_takes_fewer_examples_and_epochs():
     [
         (Options(hosts=("mnist",)), "'mnist' is unknown; there are: fashion; cifar; resnet8; gpt; tabular."),
         (Options(methods=("best",)), "'best' is unknown; there are: plain; "),
-        (Options(scale=2.0), "scale is 2.0"),
-        (Options(scale=0.001), "fashion has 54000 examples in batches of 128, not 54."),
+        (Options(examples=54), "fashion has 54000 examples in batches of 128, not 54."),
     ],
 )
 def test_what_cannot_be_compared_is_said(options, words, tmp_path, capsys):
@@ -186,7 +185,7 @@ def test_esper_counts_a_network_as_the_usual_ways_do(name, make):
 def test_a_small_table_is_written_and_not_computed_twice(tmp_path, capsys):
     document = tmp_path / "page.md"
     document.write_text(f"by hand\n{BEGIN}\nold\n{END}\nmore\n")
-    options = Options(hosts=("tabular",), seeds=(1,), scale=0.02, out=tmp_path / "out", page=document)
+    options = Options(hosts=("tabular",), seeds=(1,), examples=480, epochs=4.24, out=tmp_path / "out", page=document)
     assert main(options) == 0
     first = (tmp_path / "out" / "results.jsonl").read_text()
     assert len(first.splitlines()) == len(options.methods)

@@ -325,13 +325,13 @@ def grow(
             config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
             out = console(progress)
             try:
-                race = _Race(config, method, budget, seed, steps, unfinished, out)
-                grown = race.run(keep)
+                race = _Race(config, method, budget, seed, steps, keep, unfinished, out)
+                grown = race.run()
                 assert grown.leaderboard is not None
                 for other in () if race.stopped else beside:
                     equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
-                    race = _Race(config, other, equal, seed, steps, None, out)
-                    board = race.run(keep).leaderboard
+                    race = _Race(config, other, equal, seed, steps, keep, None, out)
+                    board = race.run().leaderboard
                     assert board is not None
                     if race.stopped:
                         break
@@ -462,6 +462,7 @@ class _Race:
         budget: Budget,
         seed: int,
         steps: int | None,
+        keep: Keep,
         unfinished: Path | str | None,
         out: RunConsole,
     ) -> None:
@@ -474,13 +475,13 @@ class _Race:
         if dataset is None:
             raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
         out.say(f"esper: grow {config.task} by {method}, seed {seed}")
-        self._growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps)
+        self._growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
         if self._file is not None and self._file.exists():
             self._growth.read(self._file)
             out.say(f"continued after step {self._growth.t} of {self._growth.steps}")
         out.say(self._growth.plan)
 
-    def run(self, keep: Keep) -> Grown:
+    def run(self) -> Grown:
         """Train the candidates; Ctrl-C ends it after a step, with the best one so far."""
         growth, requests, saved = self._growth, list[bool](), time.monotonic()
         progress = PassProgress(self._out, 100)
@@ -503,7 +504,7 @@ class _Race:
         if self.stopped:
             kept = f"; continue it with the same file, {self._file}" if self._file else ""
             self._out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
-        network, entry, steps = growth.result(keep)
+        network, entry, steps = growth.result()
         if self._file is not None and not self.stopped:
             self._file.unlink(missing_ok=True)
         found = network.description

@@ -10,11 +10,12 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto            as hill_climbing, from six trainings of the network alone on as halving
+    auto            the network alone, three learning rates   a race: the best one beside copies that have grown, then
+                                                              the best two, then the best one for most of the compute
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
-one for each validation example. What came before a copy is paid once. Under a budget of FLOPs the outcome is
-reproducible; one of minutes depends on the machine.
+one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
+once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
@@ -67,19 +68,23 @@ _FEW = 3
 """Candidates from which on there are two rungs."""
 _KEPT_SHARE = 0.6
 """Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
-_MANY_RUNS = 6.0
-"""Trainings of the network alone from which on "auto" takes halving: then many architectures are trained for long
-enough to be judged. With less it climbs (docs/experiments.md)."""
-_SMOOTHED = 3
-"""Steps whose mean figure of merit decides at the end of a stage."""
+_RACED = 0.65
+"""Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
+network that is kept: 1 of 1, 2 of 3, 4.5 of 10."""
+_LEAST_BATCHES = 20
+"""Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
+_MEASURED = 0.02
+"""Share of the compute of a step that goes into measuring; behind a stage all validation examples are measured."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _AFFORDABLE = 0.5
 """Share of the budget that one candidate may cost that is trained to the end."""
+_CHEAP = 1.2
+"""Price of a candidate, in that of the network alone, up to which it fits into every budget."""
 _CLIMBED_SHARE = 0.75
 """Of that share, what is enough if the candidate grows on the way, and ends larger than it began."""
-_LEAST_GAIN = 0.03
-"""Share of what is missing to 100 points by which a copy with a new seed must be better, because it costs more."""
+_LEAST_GAIN = 0.1
+"""Share by which the loss must be lower for each doubling of the price, which half of the steps pay."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
 SAVE_EVERY = 30.0
@@ -124,7 +129,8 @@ class Entry:
 
     Attributes:
         candidate: what was trained. params: its parameters. flops: of one example in a forward pass.
-        val, loss: on the validation examples after each step, those of the entry that it is a copy of included.
+        val, loss: after each step, those of the entry that it is a copy of included; on a part of the validation
+            examples, and on all of them behind a stage.
         spent: FLOPs of its own steps. parent: number of the entry that it is a copy of. born: steps of that one.
     """
 
@@ -142,9 +148,10 @@ class Entry:
         """FLOPs of one of its own steps."""
         return self.spent / max(1, len(self.val) - self.born)
 
-    def score(self, steps: int = 1) -> float:
-        """Mean figure of merit of the last steps; -inf if there are none, or if the last loss is not finite."""
-        return float(np.mean(self.val[-steps:])) if self.val and math.isfinite(self.loss[-1]) else -math.inf
+    @property
+    def score(self) -> float:
+        """Figure of merit of the last step; -inf if there is none, or if its loss is not finite."""
+        return self.val[-1] if self.val and math.isfinite(self.loss[-1]) else -math.inf
 
 
 @final
@@ -178,10 +185,10 @@ class Leaderboard:
     def pareto(self) -> tuple[int, ...]:
         """Places of the entries than which no other has fewer parameters and a higher figure of merit."""
         found, best = [], -math.inf
-        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.entries[i].score())):
-            if self.entries[i].score() > best:
+        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.entries[i].score)):
+            if self.entries[i].score > best:
                 found.append(i)
-                best = self.entries[i].score()
+                best = self.entries[i].score
         return tuple(sorted(found))
 
     @property
@@ -200,7 +207,7 @@ class Leaderboard:
     def __str__(self) -> str:
         page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
         for i, entry in enumerate(self.entries):
-            steps, val, test = len(entry.val), entry.score(), None
+            steps, val, test = len(entry.val), entry.score, None
             if i == self.chosen:
                 steps, val, test = self.steps, self.val, self.test
             page.add_row(
@@ -265,6 +272,12 @@ def climbing_stages(climbs: int, new: int) -> tuple[Stage, ...]:
     return (Stage(0.1, len(RATES)), *(Stage(end, 1, new) for end in until), Stage(1.0, 1))
 
 
+def racing_stages(new: int) -> tuple[Stage, ...]:
+    """A twentieth of the steps for the learning rates, a few for `new` architectures, and nearly all for the best."""
+    race = (Stage(0.1, 1, new), Stage(0.15, 2)) if new else ()
+    return (Stage(0.06, len(RATES)), *race, Stage(1.0, 1))
+
+
 @final
 class Prices:
     """What architectures of a task cost in parameters and FLOPs."""
@@ -272,7 +285,10 @@ class Prices:
     def __init__(self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine) -> None:
         self._spec, costs = engine.spec, engine.executor.costs
         self._seed_params, self._seed_flops, host = host_read(costs.seed_params, costs.seed_flops, costs.host_flops)
-        self._examples = (1 + BACKWARD) * training_bounds(config.task_spec(), dataset)[-1][1] + len(dataset.val)
+        bounds = training_bounds(config.task_spec(), dataset)
+        trained, self._whole, self.batches = (1 + BACKWARD) * bounds[-1][1], len(dataset.val), len(bounds)
+        self.measured_share = min(1.0, _MEASURED * trained / self._whole)
+        self._examples = trained + math.ceil(self._whole * self.measured_share)
         self.host_params, self._host_flops = int(engine.executor.host_params), int(host)
 
     def _of_seeds(self, table: np.ndarray, architecture: Architecture) -> int:
@@ -288,8 +304,12 @@ class Prices:
         return self.host_params + self._of_seeds(self._seed_params, architecture)
 
     def of_step(self, flops: float) -> float:
-        """FLOPs of a step of training and measuring, of a network with so many for one example."""
+        """FLOPs of a step of training, and of measuring a part of the validation examples."""
         return self._examples * flops
+
+    def of_measuring(self, flops: float) -> float:
+        """FLOPs of measuring all validation examples, of a network with so many for one."""
+        return self._whole * flops
 
 
 def longest(costs: Sequence[float], until: Sequence[float], budget: float, done: int = 0) -> int:
@@ -325,7 +345,9 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
     return tuple(ends)
 
 
-_PLACE = ("t", "steps", "spent", "seconds", "training_seconds", "rows", "_stage", "_end", "_failed", "_begun")
+_PLACE = (
+    "t", "steps", "spent", "seconds", "training_seconds", "rows", "_stage", "_end", "_failed", "_begun", "_measured"
+)  # fmt: skip
 """Where a growth is, for its file."""
 
 
@@ -337,6 +359,8 @@ class Growth:
         config: of the task. dataset, device: of `dataset_of` and `device_of`.
         method: how candidates are chosen. budget: what they may cost. seed: key of all random draws.
         steps: of the network that is kept, if it is not the budget that decides.
+        keep: the "last" step of each candidate in a stage, or also the "best" step in the last stage, where then each
+            step is measured on all validation examples.
 
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
@@ -357,6 +381,7 @@ class Growth:
         budget: Budget,
         seed: int = 0,
         steps: int | None = None,
+        keep: Keep = "last",
     ) -> None:
         optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
         self._config = replace(config, compile="off", optimizer=optimizer)
@@ -366,13 +391,13 @@ class Growth:
         self._begun, self._end = 0, config.episode_length
         self.entries: list[Entry] = []
         self.rows: list[int] = []
-        self.ended: tuple[int, int, StateTree] | None = None
-        """Entry, step and state of the candidate with the best figure of merit at the end of a stage."""
         self.best: tuple[int, int, StateTree] | None = None
-        """The same, and of each step of the last stage."""
+        """Entry, step and state of the network that is kept if growth ends now."""
         self.steps = config.episode_length
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
+        share = min(self._config.lifecycle.measured_share, self._prices.measured_share)
+        self._config = replace(self._config, lifecycle=replace(self._config.lifecycle, measured_share=share))
         self._allowed([])  # refuses a limit below the network alone
         if budget.flops is None and budget.minutes is None:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
@@ -384,11 +409,9 @@ class Growth:
         batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
         self._trial_seconds = trial.batch_seconds / batch
         self._stage, self._fixed, self._failed = 0, steps, 0
+        self._asked, self._keep, self._measured = method, keep, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
-        runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
-        by_budget: Method = "halving" if runs >= _MANY_RUNS else "hill_climbing"
-        self._asked = method
-        begin, self._stages = self._plan(by_budget if method == "auto" else method)
+        begin, self._stages = self._plan(method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -401,10 +424,13 @@ class Growth:
         """
         left, usual = self._left(), self._config.episode_length
         target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
+        if method == "auto" and not self._fixed:
+            target = usual * (left / (usual * self._of_step(Candidate()))) ** _RACED
         if method == "portfolio":
             target = min(target, usual)
         if method == "hill_climbing":
             target *= _CLIMBED_SHARE
+        first = _LEAST_BATCHES / self._prices.batches if method == "auto" else 1.0
         plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
@@ -416,6 +442,9 @@ class Growth:
         elif method == "hill_climbing":
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
+        elif method == "auto":
+            races = [(plain, racing_stages(new)) for new in range(len(self._pool), -1, -1)]
+            plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
@@ -423,24 +452,28 @@ class Growth:
             costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
-            steps = longest(costs, until, left)
-            if steps >= target and steps * until[0] >= 1.0:
+            steps = longest(costs, until, left - self._measuring(costs))
+            if steps >= target and (self._fixed or steps) * until[0] >= first:
                 break
         return candidates, stages
 
     def _architectures(self, most: float) -> list[Architecture]:
-        """Each blueprint in every slot and in each single one, the dearest first, and the blueprints in turn.
+        """Each blueprint in every slot and in each single one (the latter alone for hill climbing).
 
-        Those are left out whose step of training and measuring costs more than `most` FLOPs.
+        Each gives its dearest one first, and the cheapest of these is the first. Those are left out whose step of
+        training and measuring costs more than `most` FLOPs.
         """
+        most = max(most, _CHEAP * self._of_step(Candidate()))
         spec = self._engine.spec
         of_blueprint = []
         for name in (spec.blueprint_names[i] for i in spec.selectable):
             seeds = [PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids]
-            variants = dict.fromkeys([Architecture(tuple(seeds)), *(Architecture((seed,)) for seed in seeds)])
+            filled = [] if self._asked == "hill_climbing" else [Architecture(tuple(seeds))]
+            variants = dict.fromkeys([*filled, *(Architecture((seed,)) for seed in seeds)])
             fit = [one for one in self._allowed([*variants]) if self._of_step(Candidate(one)) <= most]
             of_blueprint.append(sorted(fit, key=self._prices.flops, reverse=True))
-        return [one for turn in zip_longest(*of_blueprint) for one in turn if one is not None]
+        turns = zip_longest(*of_blueprint)
+        return [one for turn in turns for one in sorted(filter(None, turn), key=self._prices.flops)]
 
     def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""
@@ -460,14 +493,19 @@ class Growth:
 
     def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
         """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left."""
-        now = [self._of_step(one) for one in candidates]
-        alone = self._of_step(Candidate())
-        seed = float(np.mean([self._of_step(Candidate(one)) - alone for one in self._pool if len(one.slots) == 1] or 0))
+        now, alone = [self._of_step(one) for one in candidates], self._of_step(Candidate())
         costs, mean = [sum(now)], float(np.mean(now))
         for stage in stages[1:]:
-            costs.append(stage.kept * mean + stage.new * (mean + seed))
+            new = [mean + self._of_step(Candidate(one)) - alone for one in self._pool[: stage.new]]
+            costs.append(stage.kept * mean + stage.new * float(np.mean(new or 0)))
             mean = costs[-1] / (stage.kept + stage.new)
+        if self._keep == "best":
+            costs[-1] += self._measuring(costs[-1:])
         return costs
+
+    def _measuring(self, costs: Sequence[float]) -> float:
+        """FLOPs of measuring all validation examples at the end of each stage."""
+        return sum(costs) * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
 
     def _costs_left(self) -> list[float]:
         return self._costs([self.entries[row].candidate for row in self.rows], self._stages[self._stage :])
@@ -477,13 +515,14 @@ class Growth:
 
     def _replan(self) -> None:
         """As many steps as the budget allows; raises ConfigError if it does not hold one of each stage."""
-        costs, until, left = self._costs_left(), [stage.until for stage in self._stages[self._stage :]], self._left()
+        costs, until = self._costs_left(), [stage.until for stage in self._stages[self._stage :]]
+        left = self._left() - self._measuring(costs)
         self.steps = self._fixed or longest(costs, until, left, self.t)
         ends = stage_ends(until, self.steps, self.t)
         least = sum(of * (end - begin) for of, begin, end in zip(costs, (self.t, *ends), ends, strict=False))
         if self.t == 0 and least > left:
             raise ConfigError(
-                f"the budget holds {short(left)} FLOPs, but a step of the network alone costs "
+                f"the budget holds {short(self._left())} FLOPs, but a step of the network alone costs "
                 f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
                 f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make steps "
                 f"shorter with batches_per_step."
@@ -530,6 +569,7 @@ class Growth:
     def is_over(self) -> bool:
         """Whether the last step is done, or the budget does not hold another one."""
         cost, minutes = self._costs_left()[0], self.budget.minutes
+        cost += self._measuring([cost])
         in_time = minutes is None or self.seconds + cost * self._per_flop <= 60.0 * minutes
         paid = self.budget.flops is None or self.spent + cost <= self.budget.flops
         return self.t == self.steps or not (in_time and paid)
@@ -549,15 +589,28 @@ class Growth:
             cost = self._of_step(self.entries[row].candidate)
             self.entries[row].spent += cost
             self.spent += cost
+        is_last = self._stage == len(self._stages) - 1
+        if self.t == self._end or (is_last and self._keep == "best"):
+            self._measure()
         self.training_seconds += time.monotonic() - began
-        if self.t == self._end:
-            self.ended = self._better(self.ended)
-            self.best = self._better(self.best)
-        if self._stage == len(self._stages) - 1:
-            self.best = self._better(self.best)
-        elif self.t == self._end:
+        if self.t == self._end and not is_last:
             self._next_stage()
         self.seconds += time.monotonic() - began
+
+    def _measure(self) -> None:
+        """Measure the rows on all validation examples, and remember the best of them if it is the best so far."""
+        kept = self._engine.kept_network()
+        figures = zip(self.rows, *host_read(kept.accuracy, kept.loss), strict=True)
+        for row, val, loss in figures:
+            entry = self.entries[row]
+            entry.val[-1], entry.loss[-1] = float(val), float(loss)
+            cost = self._prices.of_measuring(entry.flops)
+            entry.spent, self.spent = entry.spent + cost, self.spent + cost
+        self._measured = self.t
+        best = max(self.rows, key=lambda row: self.entries[row].score)
+        found = self.entries[best].score
+        if math.isfinite(found) and (self.best is None or found >= self.entries[self.best[0]].val[self.best[1] - 1]):
+            self.best = best, self.t, self._engine.state_of([self.rows.index(best)])
 
     def _listen(self, report: StepReport) -> None:
         for place, row in enumerate(self.rows):
@@ -579,10 +632,11 @@ class Growth:
         self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
 
     def _merit(self, row: int) -> float:
-        """Figure of merit at the end of a stage; a copy with a new seed must remove a part of what misses to 100."""
+        """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
         entry = self.entries[row]
-        new = self._stage > 1 and entry.parent is not None and entry.born >= self._begun
-        return entry.score(_SMOOTHED) - (_LEAST_GAIN * (100.0 - entry.score(_SMOOTHED)) if new else 0.0)
+        doublings = math.log2(entry.flops / self._prices.flops(Architecture()))
+        loss = entry.loss[-1] + _LEAST_GAIN * doublings * abs(entry.loss[-1])
+        return -loss if math.isfinite(loss) else -math.inf
 
     def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
         """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
@@ -591,7 +645,7 @@ class Growth:
         """
         candidate = self.entries[row].candidate
         alone = [other for other in self.rows if not self.entries[other].candidate.architecture.slots]
-        best = max(alone, key=lambda other: self.entries[other].score(_SMOOTHED)) if alone else row
+        best = max(alone, key=self._merit) if alone else row
         if self._stage > 1 or candidate.rate == self.entries[best].candidate.rate:
             return row, None
         if not candidate.architecture.slots:
@@ -599,11 +653,11 @@ class Growth:
         return row, replace(candidate, rate=self.entries[best].candidate.rate)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The candidate with one seed more in an empty slot, as ordered in the pool, without those that were tried."""
+        """The candidate with more seeds in empty slots, as ordered in the pool, without those that were tried."""
         own, order = candidate.architecture.slots, self._engine.spec.slot_ids.index
         taken, tried = {seed.slot for seed in own}, {entry.candidate.architecture for entry in self.entries}
-        more = [one.slots[0] for one in self._pool if len(one.slots) == 1 and one.slots[0].slot not in taken]
-        grown = [Architecture(tuple(sorted((*own, seed), key=lambda seed: order(seed.slot)))) for seed in more]
+        more = [one.slots for one in self._pool if taken.isdisjoint(seed.slot for seed in one.slots)]
+        grown = [Architecture(tuple(sorted((*own, *seeds), key=lambda seed: order(seed.slot)))) for seeds in more]
         return [replace(candidate, architecture=one) for one in self._allowed(grown) if one not in tried]
 
     def _continue(self, chosen: Sequence[tuple[int, Candidate | None]]) -> None:
@@ -630,29 +684,17 @@ class Growth:
         self._client = baseline_of("wait_only", self._config, self._engine.spec)
         self._engine.load_state_dict(state, self._client)
 
-    def _better(self, known: tuple[int, int, StateTree] | None) -> tuple[int, int, StateTree] | None:
-        """The best row as it is now, if its figure of merit is above that of what is known."""
-        row = max(self.rows, key=lambda row: self.entries[row].score())
-        found = self.entries[row].score()
-        if math.isfinite(found) and (known is None or found > self.entries[known[0]].val[known[1] - 1]):
-            return row, self.t, self._engine.state_of([self.rows.index(row)])
-        return known
-
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def result(self, keep: Keep = "last") -> tuple[GrownNetwork, int, int]:
+    def result(self) -> tuple[GrownNetwork, int, int]:
         """The network with the best figure of merit on the validation examples, its entry, and the steps it has had.
-
-        Args:
-            keep: the "last" step of each candidate in a stage, or also the "best" step in the last stage.
 
         Raises:
             ExportError: the loss of every candidate is NaN or infinite.
         """
-        known = self.ended if keep == "last" else self.best
-        trained = [row for row in self.rows if len(self.entries[row].val) > self.entries[row].born]
-        found = self._better(known) if trained == self.rows else known
-        row, steps, state = found or (self.rows[0], self.t, self._engine.state_of([0]))
+        if self._measured < self.t and all(len(self.entries[row].val) > self.entries[row].born for row in self.rows):
+            self._measure()  # stopped within a stage
+        row, steps, state = self.best or (self.rows[0], self.t, self._engine.state_of([0]))
         self.rows = [row]
         self._load(state)
         self._engine.end_episode()
@@ -674,7 +716,7 @@ class Growth:
 
     def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
         """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""
-        order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score())
+        order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score)
         return Leaderboard(
             entries=tuple(self.entries[i] for i in order),
             chosen=order.index(entry),
@@ -699,9 +741,9 @@ class Growth:
     @property
     def place(self) -> str:
         """Where the growth is, and the best candidate so far."""
-        best = max((self.entries[row] for row in self.rows), key=Entry.score)
+        best = max((self.entries[row] for row in self.rows), key=lambda entry: entry.score)
         many = counted(len(self.rows), "candidate")
-        return f"step {self.t}/{self.steps}, {many}, best {best.score():.2f} ({best.candidate})"
+        return f"step {self.t}/{self.steps}, {many}, best {best.score:.2f} ({best.candidate})"
 
     @property
     def share(self) -> float:
@@ -717,7 +759,7 @@ class Growth:
         free = {"device", "threads", "workers", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
         key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
-               "method": self._asked, "data": dict(self._dataset.identity)}  # fmt: skip
+               "method": self._asked, "keep": self._keep, "data": dict(self._dataset.identity)}  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(key, default=str))
         return found
 
@@ -727,13 +769,10 @@ class Growth:
             "key": self._key(),
             "stages": [asdict(stage) for stage in self._stages],
             "entries": [asdict(entry) for entry in self.entries],
-            "ended": self.ended[:2] if self.ended else None,
             "best": self.best[:2] if self.best else None,
         }
-        state = with_prefix("rows", self._engine.state_dict())
-        for name, known in (("ended", self.ended), ("best", self.best)):
-            state |= with_prefix(name, known[2] if known else {})
-        write_state(file, about, state)
+        state = with_prefix("best", self.best[2]) if self.best else {}
+        write_state(file, about, state | with_prefix("rows", self._engine.state_dict()))
 
     def read(self, file: Path) -> None:
         """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
@@ -747,7 +786,6 @@ class Growth:
             setattr(self, name, about[name])
         self._stages = tuple(Stage(**stage) for stage in about["stages"])
         self.entries = [_entry_of(fields) for fields in about["entries"]]
-        self.ended = (*about["ended"], below("ended", state)) if about["ended"] else None
         self.best = (*about["best"], below("best", state)) if about["best"] else None
         self._load(below("rows", state))
 

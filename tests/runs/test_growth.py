@@ -113,11 +113,10 @@ def test_a_race_tries_rates_then_architectures_then_the_best_two():
 
 def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow):
     flops = STEP * grow("plain", steps=1).entries[0].flops
-    few, many = grow("auto", flops=60 * flops), grow("auto", flops=200 * flops)  # 4 batches of a step
-    assert [entry.candidate for entry in few.entries] == [Candidate()]
-    assert few._end == few.steps > 60
-    assert [entry.candidate.rate for entry in many.entries] == list(RATES)
-    assert 20 <= 4 * many._end < 0.1 * 4 * many.steps
+    growth = grow("auto", flops=60 * flops)  # a stage of 6 % has 14 batches
+    assert [entry.candidate for entry in growth.entries] == [Candidate()]
+    assert growth._end == growth.steps > 60
+    assert len(grow("auto", flops=200 * flops).entries) > len(RATES)  # many trainings of the network alone: halving
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():

@@ -11,7 +11,8 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
     auto            the network alone, three learning rates   a race: the best one beside copies that have grown, then
-                                                              the best two, then the best one for most of the compute
+                                                              the best two, then the best one for most of the compute;
+                                                              as halving from six trainings of the network alone on
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
@@ -68,9 +69,12 @@ _FEW = 3
 """Candidates from which on there are two rungs."""
 _KEPT_SHARE = 0.6
 """Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
+_MANY_RUNS = 6.0
+"""Trainings of the network alone from which on "auto" takes halving: then many architectures are trained for long
+enough to be judged (docs/experiments.md)."""
 _RACED = 0.65
 """Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
-network that is kept: 1 of 1, 2 of 3, 4.5 of 10."""
+network that is kept: 1 of 1, 2 of 3, 3 of 5."""
 _LEAST_BATCHES = 20
 """Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
 _MEASURED = 0.02
@@ -411,7 +415,8 @@ class Growth:
         self._stage, self._fixed, self._failed = 0, steps, 0
         self._asked, self._keep, self._measured = method, keep, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
-        begin, self._stages = self._plan(method)
+        runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
+        begin, self._stages = self._plan("halving" if method == "auto" and runs >= _MANY_RUNS else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------

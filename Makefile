@@ -5,7 +5,7 @@
 #   make controller                   train a controller with the preset quickstart, in a new folder under runs/
 #   make learn                        train a controller that beats what a search finds, and compare it (18 minutes)
 #   make learn SEED=2                 the same with another seed
-#   make pretrained                   train the policy that comes with esper anew, with data files in $$ESPER_DATA (an hour)
+#   make pretrained                   train the policy that comes with esper anew (five minutes)
 #   make test                         the default tests
 #   make test-shapes                  a sample of the tests that calls each part once, with the shapes in all signatures checked
 #   make check                        format, lint, types, import order and chains
@@ -55,13 +55,9 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
 		--num-envs 128 --out $(FOUND)-evaluation
 
-pretrained: $(STAMP)  # one task until the policy finds what to grow, then many
-	$(BIN)/esper train --preset learn --seed 1 --rounds 60 --set schedule_rounds=60 --out runs/pretrained-first
-	$(BIN)/esper train --preset learn --plugins scripts/pretraining.py $$($(BIN)/python scripts/pretraining.py) \
-		--task mixed_digits --policy runs/pretrained-first/checkpoints/round-00060.safetensors \
-		--num-envs 64 --rounds 156 --out runs/pretrained \
-		--set schedule_rounds=156 ppo.num_minibatches=4 ppo.lr=1e-3 ppo.ent_coef=0.02 $(ARGS)
-	cp runs/pretrained/policy.safetensors src/esper/policies/pretrained.safetensors
+pretrained: $(STAMP)
+	$(BIN)/esper train --preset learn --seed 3 --rounds 60 --set schedule_rounds=60 --out runs/pretrained $(ARGS)
+	$(BIN)/python scripts/pretraining.py runs/pretrained src/esper/policies/pretrained.safetensors
 
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)

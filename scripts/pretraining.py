@@ -1,6 +1,7 @@
-"""The tasks that the pretrained policy was trained on: networks, data and settings drawn at random, as a plugin.
+"""Tasks for training one policy over many networks, which are drawn at random; a plugin. And the packing of a policy.
 
-    make pretrained             trains it anew, an hour on two cores; the data files are in $ESPER_DATA
+    esper train --plugins scripts/pretraining.py $(python scripts/pretraining.py) --out X ...   # docs/experiments.md
+    python scripts/pretraining.py RUN FILE      # the policy of a run as a file of its own (make pretrained)
 
 Ten tasks on pictures of digits and clothes: convolutional hosts of 2 or 3 blocks with 1 to 4 slots, of which eight see
 their neighbours only through a seed. Episodes have 24 to 36 steps. Within a task hosts differ by their classes,
@@ -9,6 +10,8 @@ network of `practice_hosts.py` is among them, nor a built-in task, nor CIFAR-10.
 """
 
 import random
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +21,16 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.lifecycle import HostFamily
+from esper.runs.assembly.clients import read_learned, write_learned
+from esper.runs.assembly.values import read_toml
+from esper.runs.training.checkpoint import checkpoints
 from esper.tasks.datasets import fashion_mnist, images
 from esper.tasks.datasets.text import SHAKESPEARE, Shakespeare
 from esper.tasks.instances import MixedImages
 from esper.tasks.losses import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
+from esper.telemetry.machine import commit
+from esper.telemetry.run_directory import CHECKPOINTS, CONFIG
 
 
 def pictures(number: int) -> TaskSpec:
@@ -134,4 +142,10 @@ def characters(number: int) -> TaskSpec:
 TASKS = [register_task(spec) for spec in (*map(pictures, range(10)), vectors(0), characters(0))]
 
 if __name__ == "__main__":
-    print(" ".join(f"--task {task.name}" for task in TASKS))
+    if len(sys.argv) == 1:
+        print(" ".join(f"--task {task.name}" for task in TASKS))
+    else:
+        run, file = map(Path, sys.argv[1:])
+        settings = read_toml(run / CONFIG)
+        card = {name: settings[name] for name in ("task", "rounds", "num_envs", "seed")} | {"commit": commit()}
+        write_learned(file, read_learned(checkpoints(run / CHECKPOINTS)[0]), card)

@@ -241,13 +241,18 @@ def test_the_rate_and_the_architecture_are_chosen_apart(grow):
 
 
 def test_twice_the_price_must_lower_the_loss_by_a_tenth(grow):
-    growth = grow("auto", flops=200 * STEP * grow("plain", steps=1).entries[0].flops)
+    growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
     alone, twice = growth.rows[:2]
     growth.entries[twice].flops = 2.0 * growth.entries[alone].flops
     growth.entries[alone].loss, growth.entries[twice].loss = [0.99], [0.91]  # 0.91 * 1.1 = 1.001
     assert growth._merit(twice) < growth._merit(alone)
     growth.entries[twice].loss = [0.89]  # 0.979
     assert growth._merit(twice) > growth._merit(alone)
+    growth.entries[twice].loss = [0.98]
+    rich = grow("halving", flops=200 * STEP * growth.entries[alone].flops)
+    rich.entries = growth.entries
+    assert growth._merit(twice) < growth._merit(alone)
+    assert rich._merit(twice) > rich._merit(alone)
     growth.entries[twice].loss = [math.nan]
     assert growth._merit(twice) == -math.inf
 

@@ -88,7 +88,8 @@ _CHEAP = 1.2
 _CLIMBED_SHARE = 0.75
 """Of that share, what is enough if the candidate grows on the way, and ends larger than it began."""
 _LEAST_GAIN = 0.1
-"""Share by which the loss must be lower for each doubling of the price, which half of the steps pay."""
+"""Share by which the loss must be lower for each doubling of the price, which half of the steps pay; unless the budget
+holds many trainings."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
 SAVE_EVERY = 30.0
@@ -416,7 +417,8 @@ class Growth:
         self._asked, self._keep, self._measured = method, keep, 0
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
-        begin, self._stages = self._plan("halving" if method == "auto" and runs >= _MANY_RUNS else method)
+        self._is_rich = runs >= _MANY_RUNS
+        begin, self._stages = self._plan("halving" if method == "auto" and self._is_rich else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -639,8 +641,8 @@ class Growth:
     def _merit(self, row: int) -> float:
         """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
         entry = self.entries[row]
-        doublings = math.log2(entry.flops / self._prices.flops(Architecture()))
-        loss = entry.loss[-1] + _LEAST_GAIN * doublings * abs(entry.loss[-1])
+        price = 0.0 if self._is_rich else math.log2(entry.flops / self._prices.flops(Architecture()))
+        loss = entry.loss[-1] + _LEAST_GAIN * price * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 
     def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:

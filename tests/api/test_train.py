@@ -151,7 +151,7 @@ def test_commands_say_where_a_task_of_a_program_is_continued(run, capfd):
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     """That of two tasks that only this module knows; they differ in their slots."""
-    tasks = [own_task(), own_task(name="one_slot", slots=["stem"])]
+    tasks = [own_task(), own_task(name="stem_alone", slots=["stem"])]
     out = tmp_path_factory.mktemp("policy") / "mix"
     return esper.train_policy(tasks, out, rounds=2, num_envs=2, progress=False, **SMALL)
 

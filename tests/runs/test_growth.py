@@ -408,4 +408,4 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
 def test_a_candidate_without_a_finite_loss_is_never_the_best():
     broken, fine = entry(99.0, 10), entry(10.0, 10)
     broken.loss = [math.nan]
-    assert broken.score() == -math.inf < fine.score()
+    assert broken.score == -math.inf < fine.score

@@ -16,9 +16,10 @@ SLOT_FLOATS = {
 }  # fmt: skip
 HOST_FLOATS = {
     "val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss", "acc_hist", "loss_hist",
-    "committed_acc", "cf_total", "best_acc",
+    "committed_acc", "cf_total", "best_acc", "compute",
 }  # fmt: skip
-EMPTY = {"stage": int(SeedStage.DORMANT), "blueprint": -1, "contribution_step": -1, "alpha": 0.0, "alpha_target": 0.0}
+EMPTY = {"stage": int(SeedStage.DORMANT), "blueprint": -1, "contribution_step": -1, "alpha": 0.0, "alpha_target": 0.0,
+         "compute": 0.0}  # fmt: skip
 
 
 def _record(cls, floats: set[str], shape: tuple[int, ...], given: dict[str, torch.Tensor]):

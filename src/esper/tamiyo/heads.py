@@ -148,7 +148,7 @@ def _relevance(device: torch.device) -> Bool[Tensor, "6 8"]:
 MIN_RELATIVE = -80.0
 _FAR_BELOW = 3e38
 """Added to the logits of masked values, so that none is the largest."""
-Logits = tuple[Float[Tensor, "*R _"], ...]
+Logits = tuple[Float[Tensor, "..."], ...]
 """Of each head, in the order of `HEADS`: [*R, S] of the slot, [*R, 6] of the operation, and [*R, S, size] of the other
 heads, whose values are chosen given the slot; slot 0 for WAIT, which reads none."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import draft_of, sync
-from esper.telemetry.run_directory import continuing
+from esper.telemetry.run_directory import CHECKPOINTS, continuing
 
 
 def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
@@ -33,10 +33,10 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
         sync(path.parent)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then continue with "
-            f"{continuing(path.parent.parent)}."
-        ) from error
+        of_run = path.parent.name == CHECKPOINTS
+        next_ = f"continue with {continuing(path.parent.parent)}" if of_run else "give the command again"
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} cannot be written ({why}); fix that, then {next_}.") from error
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

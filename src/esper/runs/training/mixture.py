@@ -33,7 +33,7 @@ POLICY, STATE, METRICS = "policy.safetensors", "mixture.safetensors", "mixture.j
 def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole) -> Path | None:
     """Train one policy over the tasks of these configurations; rounds and settings of PPO are those of the first.
 
-    A signal stops the training at the end of a step, and the round is lost. A second call with the same arguments
+    A signal stops the training at the end of a step, and that round is lost. A second call with the same arguments
     continues.
 
     Returns:
@@ -52,6 +52,8 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
         configs = [replace(config, policy="", ppo=ppo) for config in configs]
     else:
         configs = [with_sizes_of_policy(config) for config in configs]
+    if not lines:  # a folder that cannot be written is known before the first round
+        _write(path, key, {}, {}, [])
     device = device_of(configs[0])
     console.say(f"esper: {len(configs)} tasks, {rounds} rounds: {', '.join(config.task for config in configs)}")
     parts = [assemble(config, device, lambda text: None) for config in configs]
@@ -66,6 +68,7 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
             engine.reset(client, episode=done)
             stats = engine.rollout(client, should_stop=lambda: bool(requests))
             if stats is None:
+                _write(path, key, policy, scales, lines)
                 return None
             metrics = client.update()
             state = client.state_dict()
@@ -77,9 +80,7 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
             score = with_spread(float(found.mean()), float(found.std()))
             console.say(f"round {done + 1}/{rounds}  eta {duration(left)}  {config.task}  100·J {score}")
             if (done + 1) % every == 0 or done + 1 == rounds:
-                trees = [with_prefix(f"scale.{i}", scale) for i, scale in scales.items()]
-                tensors = {name: x for tree in (with_prefix("policy", policy), *trees) for name, x in tree.items()}
-                write_state(path / STATE, {"key": key, "lines": lines, "scales": sorted(scales)}, tensors)
+                _write(path, key, policy, scales, lines)
     decides = {name: x for name, x in policy.items() if name.startswith(POLICY_PARTS)}
     write_learned(path / POLICY, decides, _card(configs))
     with replacing(path / METRICS) as file:
@@ -91,6 +92,15 @@ def _card(configs: Sequence[RunConfig]) -> dict[str, Any]:
     """What a policy was trained on."""
     first = configs[0]
     return {"tasks": [of.task for of in configs], "rounds": first.rounds, "hosts": first.num_envs, "seed": first.seed}
+
+
+def _write(
+    path: Path, key: list[Any], policy: StateTree, scales: dict[int, StateTree], lines: list[dict[str, Any]]
+) -> None:
+    """Write what a second call continues from; the arguments after `key` are what `_begun` gives."""
+    trees = [with_prefix(f"scale.{i}", scale) for i, scale in scales.items()]
+    tensors = {name: x for tree in (with_prefix("policy", policy), *trees) for name, x in tree.items()}
+    write_state(path / STATE, {"key": key, "lines": lines, "scales": sorted(scales)}, tensors)
 
 
 def _begun(path: Path, key: list[Any]) -> tuple[StateTree, dict[int, StateTree], list[dict[str, Any]]]:

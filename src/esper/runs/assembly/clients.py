@@ -76,7 +76,7 @@ LEARNED_FORMAT = "esper learned policy 1"
 PRETRAINED = "pretrained"
 POLICIES = Path(__file__).parents[2] / "policies"
 """Policies that come with esper."""
-_WAY_OUT = "name a file that esper train wrote for several tasks, or train one."
+_REMEDY = "name a file that esper train wrote for several tasks, or train one."
 
 
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
@@ -131,7 +131,7 @@ def with_sizes_of(policy: StateTree, source: Path, ppo: PPOConfig) -> PPOConfig:
     gates = [x for name, x in policy.items() if name.endswith(".recurrent_weight")]
     norm = policy.get("network.norm.weight")
     if not gates or norm is None:
-        raise CheckpointError(f"{source} has no policy among {sorted(policy)[:3]}; {_WAY_OUT}")
+        raise CheckpointError(f"{source} has no policy among {sorted(policy)[:3]}; {_REMEDY}")
     return replace(ppo, feature_width=len(norm), hidden_width=gates[0].shape[1], num_layers=len(gates))
 
 
@@ -149,18 +149,18 @@ def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> Non
 def read_learned(path: Path) -> StateTree:
     """The policy of a file or of a checkpoint; raises CheckpointError if it is missing, damaged, or something else."""
     if not path.is_file():
-        raise CheckpointError(f"there is no policy file {path}; {_WAY_OUT}")
+        raise CheckpointError(f"there is no policy file {path}; {_REMEDY}")
     try:
         about, state = read_state(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{str(error).removesuffix('.')}; {_WAY_OUT}") from error
+        raise CheckpointError(f"{str(error).removesuffix('.')}; {_REMEDY}") from error
     if about.get("format") == LEARNED_FORMAT:
         return state
     inside = {name: x for name, x in below("policy", state).items() if name.startswith(POLICY_PARTS)}
     if not inside:
         raise CheckpointError(
             f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
-            f"{LEARNED_FORMAT!r}); {_WAY_OUT}"
+            f"{LEARNED_FORMAT!r}); {_REMEDY}"
         )
     return inside
 

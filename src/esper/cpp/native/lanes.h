@@ -34,8 +34,38 @@ template <class T> constexpr int width() { return BYTES / sizeof(T); }
 struct Chunk {
     int lanes, stride;
     int before, batch;  // examples of the batch before this chunk, and in all chunks
+    double weight;      // labels of the batch that count
+    int64_t number;     // of the batch in its pass
     bool first() const { return before == 0; }
     bool last() const { return before + lanes == batch; }
+};
+
+// Layers that need a sum over the whole batch: one half computes it, chunk by chunk, the other one uses it.
+enum Half { SUMS_OF_BATCH = 1, FEATURES = 2, BOTH = 3 };
+
+constexpr int SIZES = 26, NUMBERS_GIVEN = 6, OPERANDS = 12;
+
+// Working memory: rows of lanes of each chunk, those that all chunks share, single numbers, and memory of one
+// instruction. Then a batch, which `Pass` gathers.
+enum Space : int32_t { NOTHING = -1, ROWS, LOCAL, NUMBERS, SCRATCH, INPUTS, LABELS };
+
+struct Instruction {
+    int32_t operation, flag;
+    int32_t size[SIZES];
+    double number[NUMBERS_GIVEN];
+    int32_t space[OPERANDS];
+    int64_t offset[OPERANDS], extent[OPERANDS];  // rows in ROWS and LOCAL, elements elsewhere
+};
+
+// An instruction with the addresses of its operands (null: none). Operation X is the function run_X.
+template <class T> struct Call {
+    const int32_t* n;
+    int32_t flag;
+    const double* number;
+    T* p[OPERANDS];
+    int half;
+    Chunk chunk;
+    template <class U> U* as(int k) const { return reinterpret_cast<U*>(p[k]); }
 };
 
 template <class T> inline wide<T> load(const T* from) {
@@ -126,5 +156,17 @@ template <class T> inline T sigmoid_of(T x) { return T(1) / (T(1) + exp_of(-x));
 
 // Not max(x, 0): NaN must stay NaN.
 template <class T> inline T relu_of(T x) { return x <= T(0) ? T(0) : x; }
+
+// Full rows of lanes that are treated alike are one long row.
+inline void merge_rows(int& rows, int& lanes, int& stride) {
+    if (lanes != stride) return;
+    lanes = stride = rows * stride;
+    rows = 1;
+}
+
+// Whether `later` replaces `first` as the maximum: NaN wins, and the first of equals.
+template <class T> inline bool later_wins(T first, T later) {
+    return later > first || (later != later && first == first);
+}
 
 }  // namespace esper

@@ -7,23 +7,16 @@
 
 #include "lanes.h"
 
-namespace esper {
+// X(name, operands): see program.cpp.
+#define ESPER_LAYERS(X) X(BATCH_NORM, "xxxxxXXx") X(BATCH_NORM_BACKWARD, "xxxxxXXx") X(BATCH_NORM_FIXED, "xxxxxx")
 
-// Full rows of lanes that are treated alike are one long row.
-inline void merge_rows(int& rows, int& lanes, int& stride) {
-    if (lanes != stride) return;
-    lanes = stride = rows * stride;
-    rows = 1;
-}
+namespace esper {
 
 // -- batch normalization with ReLU ------------------------------------------------------------------------------------
 
 template <class T> struct Affine {
     const T *weight, *bias;
 };
-
-// Layers that need a sum over the whole batch: one half computes it, chunk by chunk, the other one uses it.
-enum Half { SUMS_OF_BATCH = 1, FEATURES = 2, BOTH = 3 };
 
 // By the batch's statistics, saved in `mean` and `rstd` [C] for the backward pass; running statistics are unbiased.
 template <class T>
@@ -223,11 +216,6 @@ void group_norm_backward(int channels, int space, int groups, bool relu, const T
 
 // -- pooling and means ------------------------------------------------------------------------------------------------
 
-// Whether `later` replaces `first` as the maximum: NaN wins, and the first of equals.
-template <class T> inline bool later_wins(T first, T later) {
-    return later > first || (later != later && first == first);
-}
-
 // 2x2. `winners`: which of the four numbers is the largest, for the backward pass.
 template <class T>
 void max_pool(int channels, int height, int width, const T* h, T* y, T* winners, int lanes, int stride) {
@@ -410,135 +398,18 @@ template <class T> void activate_backward(int rows, int kind, const T* saved, T*
     }
 }
 
-// -- blending a seed into its host (esper.kasmina.blending) -----------------------------------------------------------
+// -- instructions
 
-enum Algorithm { ADD, MULTIPLY, GATE };
-
-template <class T>
-void blend(int rows, int algorithm, const T* h, const T* delta, const T* gate, T alpha, T* y, int lanes, int stride) {
-    if (algorithm != GATE) merge_rows(rows, lanes, stride);
-    for (int r = 0; r < rows; ++r, h += stride, delta += stride, y += stride) {
-        if (algorithm == ADD) {
-            ESPER_EACH_LANE y[lane] = h[lane] + alpha * delta[lane];
-        } else if (algorithm == MULTIPLY) {
-            ESPER_EACH_LANE y[lane] = h[lane] * (T(1) + alpha * tanh_of(delta[lane]));
-        } else {
-            ESPER_EACH_LANE y[lane] = h[lane] + alpha * gate[lane] * delta[lane];
-        }
-    }
+template <class T> void run_BATCH_NORM(const Call<T>& c) {
+    batch_norm<T>(c.half, c.n[0], c.n[1], T(c.number[0]), T(c.number[1]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5],
+                  c.p[6], c.p[7], c.chunk);
 }
-
-// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1. MULTIPLY alone needs
-// `h`; it needs `delta`, and so does the gradient of a gate.
-template <class T>
-void blend_backward(int rows, int algorithm, bool active, const T* h, const T* delta, const T* gate, T alpha, T* g,
-                    T* grad_delta, T* grad_gate, int lanes, int stride) {
-    if (algorithm != GATE) merge_rows(rows, lanes, stride);
-    const T weight = active ? alpha : T(1);
-    if (grad_gate) {
-        ESPER_EACH_LANE grad_gate[lane] = T(0);
-    }
-    for (int r = 0; r < rows; ++r) {
-        const int64_t begin = static_cast<int64_t>(r) * stride;
-        const T *own = h ? h + begin : nullptr, *from = delta ? delta + begin : nullptr;
-        T* grad = g + begin;
-        T* to = grad_delta ? grad_delta + begin : nullptr;
-        if (algorithm == MULTIPLY) {
-            ESPER_EACH_LANE {
-                const T factor = tanh_of(from[lane]);
-                if (to) to[lane] = weight * grad[lane] * own[lane] * (T(1) - factor * factor);
-                if (active) grad[lane] += alpha * grad[lane] * factor;
-            }
-        } else if (algorithm == ADD) {
-            if (to) {
-                ESPER_EACH_LANE to[lane] = weight * grad[lane];
-            }
-        } else if (to) {
-            ESPER_EACH_LANE to[lane] = weight * grad[lane] * gate[lane];
-            if (grad_gate) {
-                ESPER_EACH_LANE grad_gate[lane] += weight * grad[lane] * from[lane];
-            }
-        }
-    }
+template <class T> void run_BATCH_NORM_BACKWARD(const Call<T>& c) {
+    batch_norm_backward<T>(c.half, c.n[0], c.n[1], c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[7], c.p[5], c.p[6], c.chunk);
 }
-
-// -- input and loss ---------------------------------------------------------------------------------------------------
-
-// Images [lanes][channels][height][width] to rows of lanes. Each square of factor x factor pixels becomes channels of one
-// position, as in torch.nn.PixelUnshuffle; rows are in the order [channels][factor][factor][height / factor][width /
-// factor].
-template <class T>
-void transpose(int channels, int height, int width, int factor, const T* images, T* y, int lanes, int stride) {
-    constexpr int TILE = 16;
-    const int rows = channels * height * width, area = height * width;
-    int64_t to[TILE];  // where the rows of a tile begin
-    for (int first = 0; first < rows; first += TILE) {
-        const int count = std::min(TILE, rows - first);
-        for (int k = 0; k < count; ++k) {
-            const int c = (first + k) / area, y_ = (first + k) % area / width, x_ = (first + k) % width;
-            const int square = (c * factor + y_ % factor) * factor + x_ % factor;
-            to[k] = (int64_t(square) * (height / factor) + y_ / factor) * (width / factor) + x_ / factor;
-        }
-        for (int lane = 0; lane < stride; ++lane)
-            for (int k = 0; k < count; ++k)
-                y[to[k] * stride + lane] = lane < lanes ? images[static_cast<int64_t>(lane) * rows + first + k] : T(0);
-    }
-}
-
-// Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean
-// loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once. The target is 1 - smoothing for
-// the label, and smoothing / classes for every class, as in torch.nn.functional.cross_entropy.
-template <class T>
-void cross_entropy(int classes, T smoothing, const T* logits, const int64_t* labels, double* totals, T* grad, T* work,
-                   Chunk chunk) {
-    const int lanes = chunk.lanes, stride = chunk.stride;
-    T *best = work, *sum = work + stride, *answer = work + 2 * stride;
-    ESPER_EACH_LANE {
-        best[lane] = logits[lane];
-        sum[lane] = answer[lane] = T(0);
-    }
-    for (int c = 1; c < classes; ++c) {
-        const T* row = logits + c * stride;
-        ESPER_EACH_LANE {
-            const bool wins = later_wins(best[lane], row[lane]);
-            best[lane] = wins ? row[lane] : best[lane];
-            answer[lane] = wins ? T(c) : answer[lane];
-        }
-    }
-    for (int c = 0; c < classes; ++c) {
-        const T* row = logits + c * stride;
-        ESPER_EACH_LANE sum[lane] += exp_of(row[lane] - best[lane]);
-    }
-    double loss = 0.0, product = 1.0;  // `product` of sixteen sums: one logarithm for all
-    int correct = 0;
-    for (int lane = 0; lane < lanes; ++lane) {
-        if (labels[lane] >= 0) {
-            const T own = logits[labels[lane] * stride + lane];
-            loss += best[lane] - own;
-            if (smoothing > T(0)) {
-                double total = 0.0;
-                for (int c = 0; c < classes; ++c) total += logits[c * stride + lane];
-                loss += smoothing * (own - total / classes);
-            }
-            product *= sum[lane];
-            correct += answer[lane] == T(labels[lane]) && std::isfinite(best[lane]);
-        }
-        if (lane % 16 == 15 || lane + 1 == lanes) {
-            loss += std::log(product);
-            product = 1.0;
-        }
-    }
-    totals[0] += loss;
-    totals[1] += correct;
-    if (!grad) return;
-    const T of_each = smoothing / (T(classes) * T(chunk.batch));
-    for (int c = 0; c < classes; ++c) {
-        const T* row = logits + c * stride;
-        T* out = grad + c * stride;
-        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(chunk.batch)) - of_each;
-    }
-    for (int lane = 0; lane < lanes; ++lane)
-        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= (T(1) - smoothing) / T(chunk.batch);
+template <class T> void run_BATCH_NORM_FIXED(const Call<T>& c) {
+    batch_norm_fixed<T>(c.n[0], c.n[1], T(c.number[0]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5], c.chunk.lanes,
+                        c.chunk.stride);
 }
 
 }  // namespace esper

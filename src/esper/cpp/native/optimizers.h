@@ -56,4 +56,19 @@ void adamw(int64_t count, bool coupled, Rates<T> r, T factor, const T* grad, con
     }
 }
 
+template <class T> Rates<T> rates_of(const Call<T>& c) {
+    const double* r = c.number;
+    return Rates<T>{T(r[0]), T(r[1]), T(r[2]), T(r[3]), T(r[4])}.times(*c.p[0]);
+}
+
+// n = {weights}
+template <class T> void run_SQUARE_NORM(const Call<T>& c) { square_norm<T>(c.n[0], c.p[0], c.flag, c.p[1]); }
+template <class T> void run_CLIP(const Call<T>& c) { *c.p[0] = clip_factor<T>(*c.p[0], T(c.number[0])); }
+template <class T> void run_SGD(const Call<T>& c) {
+    sgd<T>(c.n[0], rates_of(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5]);
+}
+template <class T> void run_ADAMW(const Call<T>& c) {
+    adamw<T>(c.n[0], c.flag, rates_of(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5], c.p[6], c.template as<int64_t>(7));
+}
+
 }  // namespace esper

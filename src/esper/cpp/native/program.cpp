@@ -9,46 +9,28 @@
 #include "convolution.h"
 #include "layers.h"
 #include "optimizers.h"
+#include "sequences.h"
+#include "tensors.h"
 
 #include <algorithm>
-#include <cctype>
 #include <vector>
 
-// X(name, operands): the size of each operand, as a letter of `bytes_of`; capital if it is a sum over the batch.
+// X(name, operands): a letter for each operand.
+//     x  numbers, or rows of lanes    X  the same; a sum over the batch, which is cleared before its first chunk
+//     m  numbers of each example      e  numbers of 8 bytes of each example      l  numbers of 8 bytes
 #define ESPER_OPERATIONS(X)                                                                                            \
-    X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "ioW")                 \
-    X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iiD") X(BATCH_NORM, "fccccCCf")       \
-    X(BATCH_NORM_BACKWARD, "fccccCCf") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
-    X(GROUP_NORM_BACKWARD, "fcccggfCCC") X(MAX_POOL, "pqq") X(MAX_POOL_BACKWARD, "qqp") X(MEAN, "fr")                   \
-    X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fC") X(SCALE, "cff") X(SCALE_BACKWARD, "cffC")      \
-    X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "nrrr") X(SHIFT_BACKWARD, "nrrrN") X(ACTIVATE, "rr")       \
-    X(ACTIVATE_BACKWARD, "rr") X(BLEND, "rrbnr") X(BLEND_BACKWARD, "rrbnrrb") X(CROSS_ENTROPY, "rltr")                \
-    X(SQUARE_NORM, "cn") X(CLIP, "n") X(SGD, "nncccc") X(ADAMW, "nncccccs")
+    ESPER_CONVOLUTIONS(X) ESPER_LAYERS(X) ESPER_SEQUENCES(X) ESPER_TENSORS(X)                                             \
+    X(SQUARE_NORM, "xx") X(CLIP, "x") X(SGD, "xxxxxx") X(ADAMW, "xxxxxxxl")
 
 namespace esper {
 
 #define X(name, operands) name,
-enum Operation : int32_t { ESPER_OPERATIONS(X) };
+enum Operation : int32_t { ESPER_OPERATIONS(X) NUM_OPERATIONS };
 #undef X
 
 #define X(name, operands) operands,
 constexpr const char* OPERANDS_OF[] = {ESPER_OPERATIONS(X)};
 #undef X
-
-constexpr int SIZES = 6, NUMBERS_GIVEN = 5, OPERANDS = 10;
-
-// Working memory: rows of lanes of each chunk, those that all chunks share, and single numbers. Then a batch, which
-// `Pass` gathers.
-enum Space : int32_t { NOTHING = -1, ROWS, LOCAL, NUMBERS, IMAGES, LABELS };
-
-struct Instruction {
-    int32_t operation;
-    int32_t flag;  // ReLU afterwards, the kind of activation, whether a seed is active
-    int32_t size[SIZES];
-    double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer; label smoothing
-    int32_t space[OPERANDS];
-    int64_t offset[OPERANDS];  // rows in ROWS and LOCAL, elements elsewhere
-};
 
 // Layers of two halves: all chunks of a batch pass the first one before any passes the second one.
 inline bool has_halves(const Instruction& i) {
@@ -62,58 +44,33 @@ template <class T> struct Host {
     const int64_t *base, *size;  // addresses of the spaces, and their bytes
     int64_t spaces;
     Chunk chunk;
-    T* scratch;  // packed weights, or a few rows
-    int64_t scratch_size;
 
-    template <class U = T> U* at(const Instruction& i, int k) const {
+    int64_t step_of(const Instruction& i, int k) const { return i.space[k] <= LOCAL ? chunk.stride : 1; }
+
+    // Bytes of operand k.
+    int64_t bytes_of(const Instruction& i, int k) const {
+        const char letter = OPERANDS_OF[i.operation][k];
+        const int64_t each = letter == 'm' || letter == 'e' ? chunk.lanes : step_of(i, k);
+        return i.extent[k] * each * unit_of(letter);
+    }
+
+    static int64_t unit_of(char letter) { return letter == 'l' || letter == 'e' ? 8 : sizeof(T); }
+
+    char* at(const Instruction& i, int k) const {
         if (i.space[k] == NOTHING) return nullptr;
-        const int64_t step = i.space[k] <= LOCAL ? chunk.stride : 1;
-        return reinterpret_cast<U*>(base[i.space[k]]) + i.offset[k] * step;
+        return reinterpret_cast<char*>(base[i.space[k]]) +
+               i.offset[k] * step_of(i, k) * unit_of(OPERANDS_OF[i.operation][k]);
     }
 
-    // Bytes of an operand of this letter.
-    int64_t bytes_of(const Instruction& i, char letter) const {
-        const int64_t n0 = i.size[0], n1 = i.size[1], n2 = i.size[2], n3 = i.size[3];
-        const int64_t taps = int64_t(i.size[4]) * i.size[4], number = sizeof(T), row = number * chunk.stride;
-        switch (std::tolower(letter)) {
-            case 'n': return number;                          // one number
-            case 'c': return n0 * number;                     // one for each channel or weight
-            case 'w': return n0 * n1 * taps * number;         // weights of a convolution
-            case 'd': return n0 * taps * number;              // weights of a depthwise convolution
-            case 'm': return n0 * n1 * n2 * chunk.lanes * number;  // images
-            case 'b': return row;                             // a row of lanes
-            case 'r': return n0 * row;                        // rows
-            case 'g': return n2 * row;                        // a row for each group
-            case 'f': return n0 * n1 * row;                   // channels of positions
-            case 'i': return n0 * n2 * n3 * row;              // inputs of a convolution
-            case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
-            case 'p': return n0 * n1 * n2 * row;              // images, or input of pooling
-            case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
-            case 'l': return int64_t(chunk.lanes) * 8;        // labels
-            case 't': return 16;                              // totals
-            default: return 8;                                // steps
-        }
-    }
-
-    static Shape shape_of(const Instruction& i) { return {i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]}; }
-
-    int64_t scratch_bytes(const Instruction& i) const {
-        if (i.operation == CROSS_ENTROPY) return int64_t(3) * chunk.stride * sizeof(T);
-        if (i.operation == CONVOLVE) return packed_size(shape_of(i)) * sizeof(T);
-        return i.operation == CONVOLVE_INPUT_GRAD ? packed_size(shape_of(i).transposed()) * sizeof(T) : 0;
-    }
-
-    // Whether the instruction exists and stays within the memory that it was given.
+    // Whether the instruction exists and its operands lie in the memory that the host was given.
     bool fits(const Instruction& i) const {
-        if (i.operation < 0 || i.operation > ADAMW || scratch_bytes(i) > scratch_size) return false;
-        // squares that fill the image: no row is left out, and none lies beyond the last
-        if (i.operation == TRANSPOSE && (i.size[3] < 1 || i.size[1] % i.size[3] || i.size[2] % i.size[3])) return false;
+        if (i.operation < 0 || i.operation >= NUM_OPERATIONS) return false;
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
-            if (i.space[k] < 0 || i.space[k] >= spaces || i.offset[k] < 0) return false;
-            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] <= LOCAL ? chunk.stride : 1;
-            if (i.offset[k] * unit * step + bytes_of(i, letters[k]) > size[i.space[k]]) return false;
+            if (i.space[k] < 0 || i.space[k] >= spaces || i.offset[k] < 0 || i.extent[k] < 0) return false;
+            const int64_t before = i.offset[k] * step_of(i, k) * unit_of(letters[k]);
+            if (before + bytes_of(i, k) > size[i.space[k]]) return false;
         }
         return labels_fit(i);
     }
@@ -122,74 +79,26 @@ template <class T> struct Host {
     void clear_sums(const Instruction& i) const {
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k)
-            if (std::isupper(letters[k]) && i.space[k] != NOTHING) std::memset(at(i, k), 0, bytes_of(i, letters[k]));
+            if (letters[k] == 'X' && i.space[k] != NOTHING) std::memset(at(i, k), 0, bytes_of(i, k));
     }
 
     // Whether every label has a class, which depends on the batch.
     bool labels_fit(const Instruction& i) const {
-        if (i.operation == CROSS_ENTROPY)
-            for (int lane = 0; lane < chunk.lanes; ++lane)
-                if (at<int64_t>(i, 1)[lane] >= i.size[0]) return false;
+        if (i.operation != CROSS_ENTROPY) return true;
+        const int64_t* labels = reinterpret_cast<const int64_t*>(at(i, 1));
+        for (int64_t k = 0; k < int64_t(chunk.lanes) * i.size[1]; ++k)
+            if (labels[k] >= i.size[0]) return false;
         return true;
     }
 
     void run(const Instruction& i, int half) const {
         if (chunk.first() && half & SUMS_OF_BATCH) clear_sums(i);
-        const int32_t* n = i.size;
-        const int lanes = chunk.lanes, stride = chunk.stride;
-        const T number = T(i.number[0]);
-        const Rates<T> rates{number, T(i.number[1]), T(i.number[2]), T(i.number[3]), T(i.number[4])};
-        const Shape shape = shape_of(i);  // of the forward pass
-        T* p[OPERANDS] = {};
-        for (int k = 0; OPERANDS_OF[i.operation][k]; ++k) p[k] = at(i, k);
-        const Affine<T> affine{p[1], p[2]};  // of the normalizations
+        Call<T> call{i.size, i.flag, i.number, {}, half, chunk};
+        for (int k = 0; OPERANDS_OF[i.operation][k]; ++k) call.p[k] = reinterpret_cast<T*>(at(i, k));
         switch (i.operation) {
-            case TRANSPOSE: return transpose<T>(n[0], n[1], n[2], n[3], p[0], p[1], lanes, stride);
-            case CONVOLVE: return convolve<T>(shape, p[0], p[1], false, p[2], lanes, stride, scratch);
-            case CONVOLVE_INPUT_GRAD:
-                return convolve<T>(shape.transposed(), p[0], p[1], true, p[2], lanes, stride, scratch);
-            case CONVOLVE_WEIGHT_GRAD: return convolve_weight_grad<T>(shape, p[0], p[1], p[2], stride);
-            case DEPTHWISE: return depthwise<T>(shape, p[0], p[1], false, p[2], lanes, stride);
-            case DEPTHWISE_INPUT_GRAD: return depthwise<T>(shape, p[0], p[1], true, p[2], lanes, stride);
-            case DEPTHWISE_WEIGHT_GRAD: return depthwise_weight_grad<T>(shape, p[0], p[1], p[2], stride);
-            case BATCH_NORM:
-                return batch_norm<T>(half, n[0], n[1], number, T(i.number[1]), p[0], affine, p[3], p[4], p[5], p[6],
-                                     p[7], chunk);
-            case BATCH_NORM_BACKWARD:
-                return batch_norm_backward<T>(half, n[0], n[1], p[0], affine, p[3], p[4], p[7], p[5], p[6], chunk);
-            case BATCH_NORM_FIXED:
-                return batch_norm_fixed<T>(n[0], n[1], number, p[0], affine, p[3], p[4], p[5], lanes, stride);
-            case GROUP_NORM:
-                return group_norm<T>(n[0], n[1], n[2], i.flag, number, p[0], affine, p[3], p[4], p[5], p[6], lanes,
-                                     stride);
-            case GROUP_NORM_BACKWARD:
-                return group_norm_backward<T>(n[0], n[1], n[2], i.flag, p[0], affine, p[3], p[4], p[5], p[6], p[7],
-                                              p[8], p[9], lanes, stride);
-            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
-            case MAX_POOL_BACKWARD: return max_pool_backward<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
-            case MEAN: return mean_space<T>(n[0], n[1], p[0], p[1], stride);
-            case MEAN_BACKWARD: return mean_space_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
-            case ADD_BIAS: return add_bias<T>(n[0], n[1], p[0], p[1], lanes, stride);
-            case ADD_BIAS_BACKWARD: return add_bias_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
-            case SCALE: return scale<T>(n[0], n[1], p[0], p[1], p[2], lanes, stride);
-            case SCALE_BACKWARD: return scale_backward<T>(n[0], n[1], p[0], p[1], p[2], p[3], lanes, stride);
-            case MODULATE: return modulate<T>(n[0], n[1], p[0], p[1], p[2], lanes, stride);
-            case MODULATE_BACKWARD: return modulate_backward<T>(n[0], n[1], p[0], p[1], p[2], stride);
-            case SHIFT: return shift<T>(n[0], p[0], p[1], p[2], p[3], lanes, stride);
-            case SHIFT_BACKWARD: return shift_backward<T>(n[0], p[0], p[1], p[2], p[3], p[4], lanes, stride);
-            case ACTIVATE: return activate<T>(n[0], i.flag, p[0], p[1], lanes, stride);
-            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], lanes, stride);
-            case BLEND: return blend<T>(n[0], n[1], p[0], p[1], p[2], *p[3], p[4], lanes, stride);
-            case BLEND_BACKWARD:
-                return blend_backward<T>(n[0], n[1], i.flag, p[0], p[1], p[2], *p[3], p[4], p[5], p[6], lanes, stride);
-            case CROSS_ENTROPY:
-                return cross_entropy<T>(n[0], number, p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, chunk);
-            case SQUARE_NORM: return square_norm<T>(n[0], p[0], i.flag, p[1]);
-            case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
-            case SGD: return sgd<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5]);
-            case ADAMW:
-                return adamw<T>(n[0], i.flag, rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5], p[6],
-                                at<int64_t>(i, 7));
+#define X(name, operands) case name: return run_##name(call);
+            ESPER_OPERATIONS(X)
+#undef X
         }
     }
 };
@@ -197,14 +106,15 @@ template <class T> struct Host {
 // The examples of a pass over the data. Each host takes them in its own order, or all take them as they lie.
 struct Examples {
     const void* images;     // [available][numbers], null where the batch lies in the spaces of the hosts already
-    const int64_t* labels;  // [available], or [hosts][count] with own_labels
+    const int64_t* labels;  // [available][labels_each], or [hosts][count][labels_each] with own_labels
     const int64_t* order;   // [hosts][count] places of examples, -1 after the last; null: 0 to count - 1
     const void* table;     // [channels][256] numbers; then images are bytes that stand for them. null: numbers
     const int64_t* moves;  // [hosts][count][3]: window down and right, and whether it is flipped. null: as they are
     int64_t available, numbers, count, batch;
     int64_t padded;  // fill a batch with examples of label -1 up to its stride, which is fastest
     int64_t channels, height, width, border;  // of an image; black pixels around it, for windows
-    int64_t own_labels;
+    int64_t own_labels, labels_each;
+    int64_t first;  // number of the first batch in its pass
 };
 
 // The working memory of one thread, and their sizes in bytes.
@@ -247,7 +157,9 @@ template <class T> class Pass {
             size_[k] = hosts_.size[h * hosts_.spaces + k];
         }
         give(NUMBERS, memory_.numbers, memory_.numbers_size);
+        give(SCRATCH, memory_.scratch, memory_.scratch_size);
         lanes_ = -1;
+        number_ = examples_.first;
         if (!examples_.images) return run_batch(h, static_cast<int>(examples_.batch), true);
         for (int64_t start = 0; start < examples_.count; start += examples_.batch) {
             const int found = left(h, start);
@@ -256,6 +168,7 @@ template <class T> class Pass {
             if (!gather(h, start, found, lanes)) return NO_SUCH_EXAMPLE;
             // the first batch is the largest: what fits it fits the others
             if (const int64_t failed = run_batch(h, lanes, start == 0); failed != DONE) return failed;
+            ++number_;
         }
         return DONE;
     }
@@ -265,11 +178,14 @@ template <class T> class Pass {
         const int size = examples_.images ? static_cast<int>(std::min<int64_t>(hosts_.chunk[h], lanes)) : lanes;
         if (lanes != lanes_) clear_last(lanes, size);
         lanes_ = lanes;
+        const int64_t* labels = examples_.images ? memory_.labels : reinterpret_cast<const int64_t*>(base_[LABELS]);
+        int64_t weight = 0;
+        for (int64_t k = 0; labels && k < lanes * examples_.labels_each; ++k) weight += labels[k] >= 0;
         const int64_t first = hosts_.first[h], last = first + hosts_.count[h];
         for (int64_t begin = first, end; begin <= last; begin = end + 1) {
             for (end = begin; end < last && (lanes <= size || !has_halves(hosts_.program[end]));) ++end;
             for (int before = 0; before < lanes; before += size) {
-                const Host<T> host = of_chunk(std::min(size, lanes - before), before, lanes);
+                const Host<T> host = of_chunk(std::min(size, lanes - before), before, lanes, weight);
                 if (begin > first) host.run(hosts_.program[begin - 1], FEATURES);
                 for (int64_t i = begin; i < std::min(end + 1, last); ++i) {
                     const Instruction& next = hosts_.program[i];
@@ -299,17 +215,16 @@ template <class T> class Pass {
     }
 
     // The host with the rows, images and labels of a chunk.
-    Host<T> of_chunk(int lanes, int before, int batch) {
+    Host<T> of_chunk(int lanes, int before, int batch, int64_t weight) {
         const int stride = stride_of(lanes);
         if (before && lanes != stride) std::memset(memory_.local, 0, memory_.local_size);  // other chunks used it
         give_rows(before, stride);
         if (examples_.images) {
-            const int64_t image = examples_.numbers * int64_t(sizeof(T)), label = sizeof(int64_t);
-            give(IMAGES, static_cast<char*>(memory_.images) + before * image, lanes * image);
-            give(LABELS, memory_.labels + before, lanes * label);
+            const int64_t image = examples_.numbers * int64_t(sizeof(T)), label = examples_.labels_each;
+            give(INPUTS, static_cast<char*>(memory_.images) + before * image, lanes * image);
+            give(LABELS, memory_.labels + before * label, lanes * label * int64_t(sizeof(int64_t)));
         }
-        return {base_.data(), size_.data(), hosts_.spaces, {lanes, stride, before, batch},
-                static_cast<T*>(memory_.scratch), memory_.scratch_size};
+        return {base_.data(), size_.data(), hosts_.spaces, {lanes, stride, before, batch, double(weight), number_}};
     }
 
     // Examples of the batch that begins here; a host with fewer examples than the others ends with -1.
@@ -333,10 +248,12 @@ template <class T> class Pass {
                 copy_image(static_cast<const uint8_t*>(examples_.images) + at * numbers, table, move, images + k * numbers);
             else
                 copy_image(static_cast<const T*>(examples_.images) + at * numbers, nullptr, move, images + k * numbers);
-            memory_.labels[k] = examples_.labels[examples_.own_labels ? place : at];
+            const int64_t each = examples_.labels_each, label = (examples_.own_labels ? place : at) * each;
+            std::copy_n(examples_.labels + label, each, memory_.labels + k * each);
         }
         std::fill_n(images + found * numbers, (lanes - found) * numbers, T(0));
-        std::fill_n(memory_.labels + found, lanes - found, int64_t(-1));
+        const int64_t each = examples_.labels_each;
+        std::fill_n(memory_.labels + found * each, (lanes - found) * each, int64_t(-1));
         return true;
     }
 
@@ -376,6 +293,7 @@ template <class T> class Pass {
     const Memory& memory_;
     std::vector<int64_t> base_, size_;  // of the host that runs
     int lanes_ = -1;                    // of its last batch
+    int64_t number_ = 0;                // of the batch that runs
 };
 
 }  // namespace esper
@@ -392,6 +310,11 @@ int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, co
 #define X(name, operands) #name " "
 const char* esper_operations() { return ESPER_OPERATIONS(X); }
 #undef X
+
+// Numbers of scratch that an instruction of convolution.h needs.
+int64_t esper_scratch(const int32_t* n, int64_t product) {
+    return product ? esper::product_scratch(esper::product_of(n)) : esper::convolution_scratch(esper::shape_of(n));
+}
 
 int64_t esper_instruction_bytes() { return sizeof(esper::Instruction); }
 }

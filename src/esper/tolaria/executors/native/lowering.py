@@ -1,0 +1,484 @@
+"""From graphs to instructions: values, rules of operations, and the backward pass.
+
+A rule writes the instructions of one aten operation, and registers what writes its backward pass:
+
+    @rule("relu.default")
+    def relu(low, x):
+        y = low.like(x)
+        low.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=(x.size,), flag=RELU)
+
+        def backward(g):                       # rows of the gradient of y; shared with other values
+            g = low.own(g)                     # these may be overwritten
+            low.emit(Operation.ACTIVATE_BACKWARD, y.rows, g, sizes=(x.size,), flag=RELU)
+            low.give(x, g)                     # adds to the gradient of x
+
+        return low.result(y, backward, x)
+
+A rule gets the arguments of the operation: each tensor is a `Value` (activations of a batch), a `Weight` (numbers of a
+parameter or buffer) or a constant Tensor; `low.value` makes a `Value` of any of them. What a rule cannot do it refuses
+with `low.refuse`.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, fx
+
+from esper.tolaria.executors.native.program import Assembler, Operation, Place, Rows
+from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant
+
+AXES: Final = 6
+"""Most axes of an elementwise operation, as in tensors.h."""
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """Activations of a batch, as rows of lanes.
+
+    Attributes:
+        rows: one for each number of an example, in row-major order of `dims`.
+        shape: as PyTorch sees it, with BATCH examples.
+        axis: the axis of the examples; None: the same for all examples (made of parameters alone). Where a reshape has
+            merged axes, its size is `outer` * BATCH * inner.
+        needs: whether its gradient is needed.
+    """
+
+    rows: Rows
+    shape: Dims
+    axis: int | None = 0
+    outer: int = 1
+    needs: bool = False
+
+    @property
+    def dims(self) -> Dims:
+        """The shape of one example, with an axis for each of `shape`."""
+        if self.axis is None:
+            return self.shape
+        return (*self.shape[: self.axis], self.shape[self.axis] // BATCH, *self.shape[self.axis + 1 :])
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return math.prod(self.dims)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first axis is that of the examples alone, as layers expect it."""
+        return self.axis == 0 and self.shape[0] == BATCH
+
+    @property
+    def features(self) -> Dims:
+        """The shape of one example without the axis of the examples; of a value that `leads`."""
+        return self.shape[1:]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """Numbers of a row of parameters or buffers, consecutive and in row-major order of `shape`.
+
+    `grad`: where their gradient belongs; None if they are not trained.
+    """
+
+    place: Place
+    shape: Dims
+    grad: Place | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return math.prod(self.shape)
+
+    def part(self, offset: int, shape: Dims) -> "Weight":
+        """Numbers from `offset` on."""
+        size = math.prod(shape)
+
+        def of(place: Place) -> Place:
+            return Place(place.space, place.offset + offset, size)
+
+        return Weight(of(self.place), shape, None if self.grad is None else of(self.grad))
+
+
+Backward = Callable[[Rows], None]
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""By the target of a node."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for aten operations with these names, such as "add.Tensor"."""
+
+    def register(found: Rule) -> Rule:
+        for name in names:
+            packet, overload = name.split(".")
+            RULES[getattr(getattr(torch.ops.aten, packet), overload)] = found
+        return found
+
+    return register
+
+
+def rule_of(target: Any) -> Callable[[Rule], Rule]:  # noqa: ANN401
+    """Register a rule for a target of a fusion, or any other operation."""
+
+    def register(found: Rule) -> Rule:
+        RULES[target] = found
+        return found
+
+    return register
+
+
+def strides_of(dims: Sequence[int]) -> list[int]:
+    """Of rows in row-major order; 0 along axes of size 1, which broadcast."""
+    strides, step = [0] * len(dims), 1
+    for k in reversed(range(len(dims))):
+        strides[k] = step if dims[k] > 1 else 0
+        step *= dims[k]
+    return strides
+
+
+def loop(dims: Sequence[int], *strides: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of an instruction that visits positions of `dims`: axes that follow each other in all operands are one.
+
+    Raises:
+        NoRuleError: too many axes remain.
+    """
+    axes: list[list[int]] = []
+    for size, *steps in zip(dims, *strides, strict=True):
+        if size == 1:
+            continue
+        if axes and all(before == step * size for before, step in zip(axes[-1][1:], steps, strict=True)):
+            axes[-1] = [axes[-1][0] * size, *steps]
+        else:
+            axes.append([size, *steps])
+    axes = axes or [[1, *(1 for _ in strides)]]
+    if len(axes) > AXES:
+        raise NoRuleError(f"an operation over {len(axes)} axes")
+    padded = [axis + [0] * (AXES - len(axes)) for axis in (list(x) for x in zip(*axes, strict=True))]
+    return (len(axes), *(number for axis in padded for number in axis))
+
+
+@final
+@dataclass
+class Lowering:
+    """Writes the instructions of graphs into an assembler.
+
+    Attributes:
+        trainable: a backward pass will follow. constants: numbers that all hosts share, and their space.
+        scratch: how many numbers of scratch instructions of convolution.h need.
+    """
+
+    a: Assembler
+    trainable: bool
+    constants: "Constants"
+    scratch: Callable[[tuple[int, ...], bool], int]
+    needs: bool = True
+    """Whether gradients are enabled in the part of the graph that is being written."""
+    _tape: list[tuple[Value, Backward]] = field(default_factory=list)
+    _grads: dict[int, Rows] = field(default_factory=dict)
+    _users: dict[int, int] = field(default_factory=dict)
+    _spread: dict[Place, Value] = field(default_factory=dict)
+
+    # -- for rules -----------------------------------------------------------------------------------------------------
+
+    def emit(
+        self, operation: Operation, *operands: Rows | Place | None, sizes: tuple[int, ...] = (), flag: int = 0,
+        numbers: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        """Append an instruction; an operand that is None becomes a null pointer."""
+        self.a.emit(operation, *operands, sizes=sizes, flag=flag, numbers=numbers)
+
+    def refuse(self, why: str) -> NoRuleError:
+        """The error of a rule that cannot do something."""
+        return NoRuleError(why)
+
+    def value(self, x: object) -> Value:
+        """A value, parameter, buffer, constant tensor or number as a value."""
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, Weight):
+            return self._spread_out(x.place, x.shape, x.grad)
+        if isinstance(x, bool | int | float):
+            x = torch.tensor(float(x))
+        if not isinstance(x, Tensor):
+            raise self.refuse(f"an argument that is {type(x).__name__}")
+        return self._spread_out(self.constants.place(x), tuple(x.shape), None)
+
+    def number(self, x: object) -> float | None:
+        """A number, also if it comes as a tensor; None for anything else."""
+        if isinstance(x, Tensor) and x.numel() == 1:
+            return float(x)
+        return float(x) if isinstance(x, bool | int | float) else None
+
+    def weight(self, x: object, *shape: int) -> Weight:
+        """A parameter, buffer or constant whose numbers a kernel reads as they are; it must have this shape."""
+        if isinstance(x, Tensor):
+            x = Weight(self.constants.place(x), tuple(x.shape))
+        if not isinstance(x, Weight):
+            raise self.refuse("weights that are computed in the forward pass")
+        if x.shape != shape:
+            raise self.refuse(f"weights of shape {x.shape}, expected {shape}")
+        return x
+
+    def trains(self, *of: Value | Weight | None) -> bool:
+        """Whether the gradient of any of these is needed."""
+        if not (self.trainable and self.needs):
+            return False
+        return any(x.needs if isinstance(x, Value) else x is not None and x.grad is not None for x in of)
+
+    def grad_of(self, weight: Weight | None) -> Place | None:
+        """Where the gradient of a weight belongs; None if it is not trained."""
+        return weight.grad if weight is not None and self.trainable and self.needs else None
+
+    def rows(self, count: int) -> Rows:
+        """New rows."""
+        return self.a.rows(count)
+
+    def like(self, x: Value) -> Value:
+        """New rows with the shape of another value."""
+        return replace(x, rows=self.rows(x.size), needs=False)
+
+    def make(self, *features: int) -> Value:
+        """New rows for values [BATCH, *features]."""
+        return Value(self.rows(math.prod(features)), (BATCH, *features))
+
+    def leading(self, x: object) -> Value:
+        """A value whose first axis is that of the examples alone."""
+        found = self.value(x)
+        if not found.leads:
+            raise self.refuse(f"features {found.shape} whose first axis is not that of the examples")
+        return found
+
+    def view(self, x: Value, shape: Dims, axis: int | None, outer: int = 1) -> Value:
+        """The same rows with another shape."""
+        return self.result(replace(x, shape=shape, axis=axis, outer=outer, needs=False), lambda g: self.give(x, g), x)
+
+    def result(self, y: Value, backward: Backward, *inputs: Value | Weight | None) -> Value:
+        """The value of a rule; `backward(g)` writes its backward pass, if the gradient of an input is needed."""
+        if not self.trains(*inputs):
+            return y
+        y = replace(y, needs=True)
+        self._tape.append((y, backward))
+        return y
+
+    def give(self, x: Value, rows: Rows) -> None:
+        """Add rows to the gradient of a value; others may read the same rows."""
+        if not x.needs:
+            return
+        old = self._grads.get(id(x))
+        if old is None:
+            self._grads[id(x)] = rows
+            self._users[rows.first] = self._users.get(rows.first, 0) + 1
+            return
+        self._users[old.first] -= 1
+        new = old if not self._users[old.first] else self.rows(old.size)
+        sizes = loop((x.size,), (1,), (1,), (1,))
+        self.emit(Operation.COMBINE, old, rows, new, sizes=sizes, flag=ADDED, numbers=(1.0,))
+        self._grads[id(x)] = new
+        self._users[new.first] = self._users.get(new.first, 0) + 1
+
+    def own(self, rows: Rows) -> Rows:
+        """These rows if nobody else reads them any more, else a copy; they may be overwritten."""
+        if not self._users.get(rows.first):
+            return rows
+        new = self.rows(rows.size)
+        self.emit(Operation.COPY, rows, new, sizes=loop((rows.size,), (1,), (1,)))
+        return new
+
+    def into(self, x: Value, write: Callable[[Rows], None]) -> None:
+        """Let `write` fill new rows with a gradient of `x`, and add them; nothing if it needs none."""
+        if x.needs:
+            rows = self.rows(x.size)
+            write(rows)
+            self.give(x, rows)
+
+    # -- the whole pass ------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Write the backward pass of everything so far, from the gradients that were given."""
+        while self._tape:
+            y, backward = self._tape.pop()
+            grad = self._grads.pop(id(y), None)
+            if grad is not None:
+                self._users[grad.first] -= 1
+                backward(grad)
+
+    def _spread_out(self, place: Place, shape: Dims, grad: Place | None) -> Value:
+        found = self._spread.get(place)
+        if found is None:
+            rows = self.rows(math.prod(shape))
+            self.emit(Operation.SPREAD, place, rows, sizes=(rows.size,))
+            found = Value(rows, shape, axis=None)
+            if grad is not None and self.trainable:
+                found = replace(found, needs=True)
+                self._tape.append((
+                    found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=(rows.size,))
+                ))  # fmt: skip
+            self._spread[place] = found
+        return found if found.shape == shape else self.view(found, shape, None)
+
+
+ADDED, SUBTRACTED, MULTIPLIED, DIVIDED, LARGER, SMALLER = range(6)
+"""`flag` of COMBINE."""
+
+
+@final
+class Constants:
+    """Numbers that all hosts share, in one space."""
+
+    def __init__(self, space: int) -> None:
+        self.space, self._tensors, self._places = space, list[Tensor](), dict[int, tuple[Tensor, Place]]()
+        self._size = 0
+
+    def place(self, x: Tensor) -> Place:
+        """Where a tensor lies; it is added if it is new."""
+        if id(x) not in self._places:
+            self._places[id(x)] = (x, Place(self.space, self._size, x.numel()))
+            self._tensors.append(x.detach().reshape(-1))
+            self._size += x.numel()
+        return self._places[id(x)][1]
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """All of them."""
+        return torch.cat([torch.zeros(0), *self._tensors]).to(dtype)
+
+
+State = frozenset[str]
+"""Slots that are on."""
+
+
+def run_graph(
+    low: Lowering,
+    graph: fx.Graph,
+    row: Weight,
+    buffers: Weight,
+    x: Value,
+    states: Sequence[State] = (frozenset(),),
+    at_slot: Callable[[str, Value], Value] | None = None,
+) -> list[Value]:
+    """Write the forward pass of a graph; its outputs in each of the states.
+
+    What does not depend on a slot is computed once for all states, and so is what depends on slots that two states
+    agree on.
+
+    Raises:
+        NoRuleError: an operation has no rule.
+    """
+    every = frozenset().union(*states)
+    upstream: dict[fx.Node, State] = {}
+    env: dict[tuple[fx.Node, State], Any] = {}
+    inputs = iter((row, buffers, x))
+    found: list[Value] = []
+    current: dict[fx.Node, fx.Node] = {}
+    enabled = low.needs
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            upstream[node] = frozenset()
+            env[node, frozenset()] = next(inputs)
+            continue
+        sources = [current.get(source, source) for source in node.all_input_nodes]
+        own = frozenset().union(*(upstream[source] for source in sources)) if sources else frozenset()
+        is_slot = node.target is torch.ops.esper.slot.default
+        if is_slot and node.args[1] in every:
+            own |= {node.args[1]}
+        upstream[node] = own
+        if node.op == "output":
+            (out,) = node.args
+            out = out[0] if isinstance(out, tuple | list) and len(out) == 1 else out
+            if not isinstance(out, fx.Node):
+                raise NoRuleError("it returns several tensors")
+            out = current.get(out, out)
+            found = [low.value(env[out, state & upstream[out]]) for state in states]
+            break
+        if node.target is torch._C._set_grad_enabled:
+            low.needs = enabled and bool(node.args[0])
+            continue
+        for key in dict.fromkeys(state & own for state in states):
+
+            def of(source: fx.Node, key: State = key) -> Any:  # noqa: ANN401
+                source = current.get(source, source)
+                return env[source, key & upstream[source]]
+
+            args, kwargs = fx.map_arg((node.args, node.kwargs), of)
+            if is_slot:
+                h, slot_id = args
+                env[node, key] = at_slot(slot_id, h) if at_slot is not None and slot_id in key else h
+                continue
+            env[node, key] = _apply(low, node, args, kwargs)
+        _note_edit(node, current)
+    low.needs = enabled
+    return found
+
+
+def _apply(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    """What a node gives."""
+    if node.target is constant:
+        return args[0]
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    found = RULES.get(node.target)
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", str(node.target)))
+    try:
+        if found is None:
+            raise NoRuleError(f"there is no rule for {name}")
+        return found(low, *args, **kwargs)
+    except NoRuleError as error:
+        place = _line(node)
+        raise NoRuleError(f"{error}{'' if found is None else f', in {name}'}{place and f' ({place})'}") from None
+    except TypeError as error:
+        raise NoRuleError(f"{name} has arguments without a rule ({error})") from None
+
+
+def _line(node: fx.Node) -> str:
+    """Where the user's model calls a node: the innermost line outside PyTorch."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
+    ]
+    own = [line for line in lines if "/torch/" not in line]
+    if not (own or lines):
+        return ""
+    path, number = (own or lines)[-1].removeprefix('File "').split('", line ')
+    return f"{path.rsplit('/', 1)[-1]}, line {number.split(',')[0]}"
+
+
+def _note_edit(node: fx.Node, current: dict[fx.Node, fx.Node]) -> None:
+    """After an operation in place: whoever reads its first argument reads the result.
+
+    Raises:
+        NoRuleError: the argument shares its memory with another tensor that is read later.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not schema.name.endswith("_"):
+        return
+    edited = node.args[0]
+    assert isinstance(edited, fx.Node)
+    family = _memory(edited)
+    later = {user for member in family if member is not edited for user in member.users if user > node}
+    if later:
+        raise NoRuleError(f"{schema.name.split('::')[1]} edits a tensor that is seen through another one")
+    current[edited] = node
+    for member, target in list(current.items()):
+        if target is edited:
+            current[member] = node
+
+
+def _memory(node: fx.Node) -> set[fx.Node]:
+    """Nodes that may share the memory of a node."""
+
+    def is_view(x: fx.Node) -> bool:
+        schema = getattr(x.target, "_schema", None)
+        return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+    root = node
+    while is_view(root) and root.all_input_nodes:
+        root = root.all_input_nodes[0]
+    family, todo = {root}, [root]
+    while todo:
+        for user in todo.pop().users:
+            if user not in family and is_view(user):
+                family.add(user)
+                todo.append(user)
+    return family

@@ -1,0 +1,159 @@
+"""A module as a graph of PyTorch's own operations, whatever its class: what a program is written from.
+
+    module --> make_fx --> graph of aten operations on (row of parameters, row of buffers, inputs)
+
+Trained weights are slices of one flat row, so tied weights and modules that are used twice need no rule. A slot is the
+operation `esper.slot`, a dropout `esper.dropout`. Operations on constants alone are computed here. Then parts of the
+graph that one kernel computes at once are joined (`fusions`).
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from esper.kasmina.parameters.dropout import Dropout
+from esper.kasmina.parameters.layout import Template
+
+BATCH: Final = 5
+"""Examples of the batch that is traced."""
+
+_library = torch.library.Library("esper", "FRAGMENT")
+for _schema, _meaning in (
+    ("slot(Tensor x, str name) -> Tensor", lambda x, name: x.clone()),
+    ("dropout(Tensor x, float p, bool channels) -> Tensor", lambda x, p, channels: x.clone()),
+    ("dropped_attention(Tensor q, Tensor k, Tensor v, float p) -> Tensor", lambda q, k, v, p: v.clone()),
+):
+    _library.define(_schema)
+    _library.impl(_schema.split("(")[0], _meaning, "CompositeExplicitAutograd")
+
+slot = torch.ops.esper.slot
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+
+
+class NoRuleError(ValueError):
+    """A module that cannot become a program; the message says which operation, and where."""
+
+
+def trace(template: Template, x: Tensor, *, training: bool) -> fx.Graph:
+    """The graph of a host or seed for inputs x [BATCH, ...]: row of parameters, row of buffers, x -> outputs.
+
+    Raises:
+        NoRuleError: it cannot be traced, e.g. because its path depends on values.
+    """
+    module = template.module
+    for path, layer in module.named_modules():
+        if any(getattr(layer, hooks) for hooks in _HOOKS):
+            raise NoRuleError(f"{path or 'it'} ({type(layer).__name__}) has backward hooks")
+    if template.global_rng:
+        raise NoRuleError("it draws from global random generators")
+    takes_slots = hasattr(module, "execution_order")
+
+    def run(row: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
+        template.bind(row, buffers, None)
+        out: Tensor = module(x, slot) if takes_slots else module(x)
+        return out
+
+    mode = module.training
+    template.train(training)
+    rows = (torch.zeros(template.parameters.total), torch.zeros(template.buffers.total))
+    for row, layout in zip(rows, (template.parameters, template.buffers), strict=True):
+        row[~layout.padding_mask] = 0.5  # any value at which nothing is infinite
+    try:
+        with _dropout_as_operation():
+            module_of_graph = make_fx(run, pre_dispatch=True, record_stack_traces=True)(*rows, x)
+    except Exception as error:  # any error of the user's code, which PyTorch itself may run
+        raise NoRuleError(f"it cannot be traced: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        template.train(mode)
+    graph = module_of_graph.graph
+    _fold_constants(graph, module_of_graph)
+    for fuse in FUSIONS:
+        fuse(graph)
+    graph.eliminate_dead_code()
+    return graph
+
+
+@contextmanager
+def _dropout_as_operation() -> Iterator[None]:
+    """Until the end of the context, keyed dropout is one operation of a graph."""
+    forward, attend = Dropout.forward, Dropout.attend
+
+    def dropout(self: Dropout, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        out: Tensor = torch.ops.esper.dropout(x, self.p, self.channels)
+        return out
+
+    def dropped(self: Dropout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = torch.ops.esper.dropped_attention(q, k, v, self.p)
+        return out
+
+    Dropout.forward, Dropout.attend = dropout, dropped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Dropout.forward, Dropout.attend = forward, attend  # type: ignore[method-assign]
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """The target of a node that is a constant."""
+    return tensor
+
+
+def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
+    """Compute what depends on constants alone."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            value = owner
+            for name in str(node.target).split("."):
+                value = getattr(value, name)
+        elif (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and not node.target._schema.is_mutable
+            and all(source.target is constant for source in node.all_input_nodes)
+            and isinstance(node.meta.get("val"), Tensor)
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.args[0])
+            value = node.target(*args, **kwargs)
+        else:
+            continue
+        with graph.inserting_before(node):
+            folded = graph.call_function(constant, (value,))
+        folded.meta = dict(node.meta)
+        node.replace_all_uses_with(folded)
+        graph.erase_node(node)
+
+
+# -- fusions -----------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+RELU = (aten.relu.default, aten.relu_.default)
+ADD = (aten.add.Tensor, aten.add_.Tensor)
+FUSIONS: list[Callable[[fx.Graph], None]] = []
+
+
+def only_user(node: fx.Node, targets: tuple[Any, ...]) -> fx.Node | None:
+    """The node with one of these targets that alone reads `node`; None if there is no such node."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].op == "call_function" and users[0].target in targets else None
+
+
+def joined(graph: fx.Graph, last: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:  # noqa: ANN401
+    """Replace the node `last` by one with this target."""
+    with graph.inserting_before(last):
+        node = graph.call_function(target, args)
+    node.meta = dict(last.meta)
+    last.replace_all_uses_with(node)
+    graph.erase_node(last)
+    return node
+
+
+def item(node: fx.Node) -> bool:
+    """Whether a node takes an element of a tuple."""
+    return node.target is operator.getitem

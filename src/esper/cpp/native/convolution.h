@@ -1,8 +1,8 @@
 #pragma once
 #include "lanes.h"
 #define ESPER_CONVOLUTIONS(X)                                                                                          \
-    X(CONVOLVE, "xxxxx") X(CONVOLVE_INPUT_GRAD, "xxxx") X(CONVOLVE_WEIGHT_GRAD, "xxXXx")                               \
-    X(MULTIPLY, "xxxxx") X(MULTIPLY_INPUT_GRAD, "xxxx") X(MULTIPLY_WEIGHT_GRAD, "xxXXx")
+    X(CONVOLVE, "xxxxx") X(CONVOLVE_INPUT_GRAD, "xxxx") X(CONVOLVE_WEIGHT_GRAD, "xxxxx")                               \
+    X(MULTIPLY, "xxxxx") X(MULTIPLY_INPUT_GRAD, "xxxx") X(MULTIPLY_WEIGHT_GRAD, "xxxxx")
 namespace esper {
 struct Shape {
     int inputs, outputs, groups, height, width, out_height, out_width;

@@ -11,8 +11,8 @@
 
 // X(name, operands): see program.cpp.
 #define ESPER_TENSORS(X)                                                                                               \
-    X(LOAD, "mx") X(COPY, "xx") X(FILL, "x") X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")            \
-    X(SPREAD_BACKWARD, "xX") X(BLEND, "xxxxx") X(BLEND_BACKWARD, "xxxxxxx") X(CROSS_ENTROPY, "xelxx")
+    X(CLEAR, "X") X(LOAD, "mx") X(COPY, "xx") X(FILL, "x") X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")            \
+    X(SPREAD_BACKWARD, "xx") X(BLEND, "xxxxx") X(BLEND_BACKWARD, "xxxxxxx") X(CROSS_ENTROPY, "xelxx")
 
 namespace esper {
 
@@ -56,6 +56,9 @@ template <class T, class Row> void each_row(const Call<T>& c, int operands, Row 
             row(a * stride, b * stride, d * stride, lanes);
     });
 }
+
+// Gradients are sums over the batch, to which several instructions may add: this one comes first.
+template <class T> void run_CLEAR(const Call<T>&) {}
 
 // n = {axes, sizes [6], strides of the target [6], of the source [6]}; flag: adds instead of overwriting.
 template <class T> void run_COPY(const Call<T>& c) {

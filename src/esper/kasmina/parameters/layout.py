@@ -192,7 +192,7 @@ class _BoundModule:
         self._parameter_places = _places(module, parameters, "_parameters")
         self._buffer_places = _places(module, buffers, "_buffers")
 
-    def _assign(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+    def assign(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         """Put tensors into the places of those of the module."""
         for tensors, places in ((parameters, self._parameter_places), (buffers, self._buffer_places)):
             for tensor, own in zip(tensors, places, strict=True):
@@ -249,7 +249,7 @@ class Template(_BoundModule):
         """
         self._draws, self._device = draws, flat_row.device
         draw_for(self.dropouts, draws)
-        self._assign(self.parameters.split(flat_row), (x.data for x in self.buffers.split(buffer_row)))
+        self.assign(self.parameters.split(flat_row), (x.data for x in self.buffers.split(buffer_row)))
 
 
 @final
@@ -279,7 +279,7 @@ class StackedTemplate(_BoundModule):
 
         Nothing is computed here: the views are made once per pass, and are leaves where they are trainable.
         """
-        self._assign(parameters, buffers)
+        self.assign(parameters, buffers)
 
 
 def _places(module: nn.Module, layout: FlatLayout, kind: str) -> list[list[tuple[dict[str, Any], str]]]:

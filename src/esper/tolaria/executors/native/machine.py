@@ -1,6 +1,7 @@
 """The kernels of esper/cpp/native as a loaded library; it runs the programs of many hosts, each on its own memory."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.cpp.build import load
-from esper.tolaria.executors.native.program import INSTRUCTION, LANES, SCRATCH_ROWS, Operation, Program
+from esper.tolaria.executors.native.program import INSTRUCTION, LANES, Operation, Program
 
 _DONE, _NO_SUCH_EXAMPLE = -1, -2
 
@@ -25,6 +26,7 @@ class ExamplesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
         *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border", "own_labels")),
+        *((name, ctypes.c_int64) for name in ("labels_each", "first")),
     )
 
 
@@ -61,6 +63,12 @@ class Library:
         self._run.restype = ctypes.c_int64
         structs = (HostsStruct, ExamplesStruct, MemoryStruct)
         self._run.argtypes = [*(ctypes.POINTER(struct) for struct in structs), ctypes.c_int64]
+        self._scratch = library.esper_scratch
+        self._scratch.restype = ctypes.c_int64
+
+    def scratch(self, sizes: tuple[int, ...], product: bool) -> int:
+        """Numbers of scratch that an instruction of convolution.h with these sizes needs."""
+        return int(self._scratch((ctypes.c_int32 * len(sizes))(*sizes), ctypes.c_int64(product)))
 
     def run(
         self,
@@ -114,8 +122,8 @@ class Examples:
     """The data of a pass.
 
     Attributes:
-        images: [n, C, H, W], of the machine's dtype, or bytes with a `table`.
-        labels: [n] int64, or [H, count] in the order in which each host takes its examples.
+        images: [n, ...], of the machine's dtype, or bytes [n, C, H, W] with a `table`.
+        labels: [n, ...] int64, or [H, count, ...] in the order in which each host takes its examples, if `own_labels`.
         order: [H, count] int64, the examples that each host takes in turn, -1 after its last; None: all of them, as
             they lie.
         batch: examples at a time; the last batch may be shorter.
@@ -132,6 +140,7 @@ class Examples:
     table: Tensor | None = None
     moves: Tensor | None = None
     border: int = 0
+    own_labels: bool = False
 
     @property
     def count(self) -> int:
@@ -147,11 +156,13 @@ class Examples:
         tensors = self.images, self.labels, self.order, self.table, self.moves
         assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in tensors)
         assert (self.images.dtype == torch.uint8) == (self.table is not None)
-        channels, height, width = self.images.shape[1:]
+        channels, height, width = (*self.images.shape[1:], 1, 1, 1)[:3]
         assert self.table is None or self.table.shape == (channels, 256)
         pointers = (None if x is None else x.data_ptr() for x in tensors)
-        sizes = len(self.images), channels * height * width, self.count, self.batch, self.padded
-        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.labels.dim() == 2)
+        sizes = len(self.images), self.images[0].numel(), self.count, self.batch, self.padded
+        per_label = self.labels.dim() - (2 if self.own_labels else 1)
+        each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
+        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.own_labels, each, 0)
 
 
 def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: int) -> dict[str, int]:
@@ -161,7 +172,7 @@ def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: i
         "rows": max(p.rows for p in programs) * stride,
         "local": max(p.local * (min(p.chunk, stride) if numbers_of_image else stride) for p in programs),
         "numbers": max(p.numbers for p in programs),
-        "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
+        "scratch": max(p.scratch for p in programs),
         "images": numbers_of_image * stride,
     }
 
@@ -175,14 +186,14 @@ class _Memory:
         self._tensors = {name: torch.zeros(0, dtype=dtype) for name in names}
         self._labels = torch.zeros(0, dtype=torch.int64)
 
-    def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int) -> MemoryStruct:
+    def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int, labels: int = 1) -> MemoryStruct:
         """What C++ reads, large enough for these programs; it clears the rows."""
         stride, needed = stride_of(lanes), working_numbers(programs, lanes, numbers_of_image)
         for name, size in needed.items():
             if len(self._tensors[name]) < size:
                 self._tensors[name] = torch.empty(size, dtype=self._dtype)
-        if len(self._labels) < stride:
-            self._labels = torch.empty(stride, dtype=torch.int64)
+        if len(self._labels) < stride * labels:
+            self._labels = torch.empty(stride * labels, dtype=torch.int64)
         pointers = (x.data_ptr() for x in (*self._tensors.values(), self._labels))
         size = self._dtype.itemsize
         return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "local", "numbers", "scratch")))
@@ -271,12 +282,13 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def run(self, work: Workload, spaces: Spaces, lanes: int) -> None:
+    def run(self, work: Workload, spaces: Spaces, lanes: int, *, labels_each: int = 0, number: int = 0) -> None:
         """Execute each host's program once, on a batch of `lanes` examples that lies in its spaces already.
 
-        Working memory is added here. Raises IndexError where an instruction does not fit its memory.
+        `labels_each`: labels of an example, if there are any; `number`: that of the batch in its pass. Working memory is
+        added here. Raises IndexError where an instruction does not fit its memory.
         """
-        self._run(work, spaces, ExamplesStruct(batch=lanes))
+        self._run(work, spaces, ExamplesStruct(batch=lanes, labels_each=labels_each, first=number))
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
         """Execute each host's program on every batch of the examples, which become its first two spaces."""
@@ -292,7 +304,9 @@ class Machine:
         arrays = work.code, work.first, work.count, work.chunk, spaces.begin, spaces.size, work.turn, taken
         assert all(array.flags.c_contiguous for array in arrays)
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
-        memories = [m.struct(work.programs, examples.batch, examples.numbers) for m in self._memory]
+        memories = [
+            m.struct(work.programs, examples.batch, examples.numbers, examples.labels_each) for m in self._memory
+        ]
 
         def run(memory: MemoryStruct) -> None:
             self._library.run(work.code, hosts, examples, memory, self._dtype.itemsize)

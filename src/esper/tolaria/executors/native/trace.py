@@ -54,7 +54,7 @@ def trace(template: Template, x: Tensor, *, training: bool) -> fx.Graph:
     takes_slots = hasattr(module, "execution_order")
 
     def run(row: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
-        template.bind(row, buffers, None)
+        template.assign(template.parameters.split(row), template.buffers.split(buffers))
         out: Tensor = module(x, slot) if takes_slots else module(x)
         return out
 

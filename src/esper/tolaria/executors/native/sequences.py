@@ -1,0 +1,1 @@
+"""Rules of embeddings, attention and dropout, whose kernels are in sequences.h."""

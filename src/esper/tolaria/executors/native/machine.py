@@ -26,7 +26,7 @@ class ExamplesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
         *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border", "own_labels")),
-        *((name, ctypes.c_int64) for name in ("labels_each", "first")),
+        *((name, ctypes.c_int64) for name in ("labels_each", "first", "keys_each")),
     )
 
 
@@ -130,6 +130,7 @@ class Examples:
         padded: fill the last batch with examples that are not counted, which is fastest.
         table: [C, 256], the numbers that the bytes of each channel stand for.
         moves: [H, count, 3] int64, a window of each image as drawn by `CropAndFlip`. border: its `padding`.
+        keys_each: numbers in the third space of each host that belong to each batch (`sequences.mask_keys`).
     """
 
     images: Tensor
@@ -141,6 +142,7 @@ class Examples:
     moves: Tensor | None = None
     border: int = 0
     own_labels: bool = False
+    keys_each: int = 0
 
     @property
     def count(self) -> int:
@@ -162,7 +164,8 @@ class Examples:
         sizes = len(self.images), self.images[0].numel(), self.count, self.batch, self.padded
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
-        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.own_labels, each, 0)
+        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.own_labels, each, 0,
+                              self.keys_each)  # fmt: skip
 
 
 def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: int) -> dict[str, int]:
@@ -282,13 +285,16 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def run(self, work: Workload, spaces: Spaces, lanes: int, *, labels_each: int = 0, number: int = 0) -> None:
+    def run(self, work: Workload, spaces: Spaces, lanes: int, *, labels_each: int = 0, number: int = 0,
+            keys_each: int = 0) -> None:  # fmt: skip
         """Execute each host's program once, on a batch of `lanes` examples that lies in its spaces already.
 
-        `labels_each`: labels of an example, if there are any; `number`: that of the batch in its pass. Working memory is
-        added here. Raises IndexError where an instruction does not fit its memory.
+        `labels_each`: labels of an example, if there are any; `number`: that of the batch in its pass; `keys_each`: see `Examples`. Working
+        memory is added here. Raises IndexError where an instruction does not fit its memory.
         """
-        self._run(work, spaces, ExamplesStruct(batch=lanes, labels_each=labels_each, first=number))
+        self._run(work, spaces, ExamplesStruct(
+            batch=lanes, labels_each=labels_each, first=number, keys_each=keys_each
+        ))  # fmt: skip
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
         """Execute each host's program on every batch of the examples, which become its first two spaces."""

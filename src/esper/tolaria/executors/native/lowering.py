@@ -264,6 +264,12 @@ class Lowering:
         self._tape.append((y, backward))
         return y
 
+    def leaf(self, y: Value, backward: Backward) -> Value:
+        """A value whose gradient is needed though it comes from no other."""
+        y = replace(y, needs=True)
+        self._tape.append((y, backward))
+        return y
+
     def give(self, x: Value, rows: Rows) -> None:
         """Add rows to the gradient of a value; others may read the same rows."""
         if not x.needs:

@@ -388,8 +388,8 @@ def run_graph(
         sources = [current.get(source, source) for source in node.all_input_nodes]
         own = frozenset().union(*(upstream[source] for source in sources)) if sources else frozenset()
         is_slot = node.target is torch.ops.esper.slot.default
-        if is_slot and node.args[1] in every:
-            own |= {node.args[1]}
+        if is_slot and node.args[0] in every:
+            own |= {node.args[0]}
         upstream[node] = own
         if node.op == "output":
             (out,) = node.args
@@ -410,7 +410,7 @@ def run_graph(
 
             args, kwargs = fx.map_arg((node.args, node.kwargs), of)
             if is_slot:
-                h, slot_id = args
+                slot_id, h = args
                 env[node, key] = at_slot(slot_id, h) if at_slot is not None and slot_id in key else h
                 continue
             env[node, key] = _apply(low, node, args, kwargs)

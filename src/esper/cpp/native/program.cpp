@@ -34,7 +34,7 @@ constexpr const char* OPERANDS_OF[] = {ESPER_OPERATIONS(X)};
 
 // Layers of two halves: all chunks of a batch pass the first one before any passes the second one.
 inline bool has_halves(const Instruction& i) {
-    return i.operation == BATCH_NORM || i.operation == BATCH_NORM_BACKWARD;
+    return i.operation == BATCH_NORM || i.operation == BATCH_NORM_BACKWARD || i.operation == BARRIER;
 }
 
 // The optimizer's instructions, which need the gradients of the whole batch.
@@ -114,8 +114,10 @@ struct Examples {
     int64_t padded;  // fill a batch with examples of label -1 up to its stride, which is fastest
     int64_t channels, height, width, border;  // of an image; black pixels around it, for windows
     int64_t own_labels, labels_each;
-    int64_t first;  // number of the first batch in its pass
-    int64_t keys_each;  // keys in KEYS of each batch, one batch after the other; 0: KEYS is any other space
+    int64_t first;         // number of the first batch in its pass
+    int64_t outputs_each;  // numbers of an example in OUTPUTS and OUT_GRADS
+    int64_t goes_on;       // a program goes on behind its barrier, with the rows of the same thread
+    int64_t keys_each;     // numbers of each batch in KEYS
 };
 
 // The working memory of one thread, and their sizes in bytes.
@@ -159,6 +161,8 @@ template <class T> class Pass {
         }
         give(NUMBERS, memory_.numbers, memory_.numbers_size);
         give(SCRATCH, memory_.scratch, memory_.scratch_size);
+        for (int k = INPUTS; k <= IN_GRADS; ++k) batch_[k] = base_[k];
+        if (examples_.images) batch_[INPUTS] = address(memory_.images), batch_[LABELS] = address(memory_.labels);
         lanes_ = -1;
         number_ = examples_.first;
         next_keys(number_);
@@ -179,10 +183,10 @@ template <class T> class Pass {
 
     // Each chunk of a batch passes all layers up to the next one that needs a sum over the batch, then the next chunk.
     int64_t run_batch(int64_t h, int lanes, bool check) {
-        const int size = examples_.images ? static_cast<int>(std::min<int64_t>(hosts_.chunk[h], lanes)) : lanes;
-        if (lanes != lanes_) clear_last(lanes, size);
+        const int size = static_cast<int>(std::min<int64_t>(hosts_.chunk[h], lanes));
+        if (lanes != lanes_ && !examples_.goes_on) clear_last(lanes, size);
         lanes_ = lanes;
-        const int64_t* labels = examples_.images ? memory_.labels : reinterpret_cast<const int64_t*>(base_[LABELS]);
+        const auto* labels = reinterpret_cast<const int64_t*>(batch_[LABELS]);
         int64_t weight = 0;
         for (int64_t k = 0; labels && k < lanes * examples_.labels_each; ++k) weight += labels[k] >= 0;
         const int64_t first = hosts_.first[h], last = first + hosts_.count[h];
@@ -231,10 +235,12 @@ template <class T> class Pass {
         const int stride = stride_of(lanes);
         if (before && lanes != stride) std::memset(memory_.local, 0, memory_.local_size);  // other chunks used it
         give_rows(before, stride);
-        if (examples_.images) {
-            const int64_t image = examples_.numbers * int64_t(sizeof(T)), label = examples_.labels_each;
-            give(INPUTS, static_cast<char*>(memory_.images) + before * image, lanes * image);
-            give(LABELS, memory_.labels + before * label, lanes * label * int64_t(sizeof(int64_t)));
+        const int64_t number = sizeof(T), outputs = examples_.outputs_each * number;
+        const int64_t inputs = examples_.numbers * number;
+        const int64_t each[] = {inputs, examples_.labels_each * 8, outputs, outputs, inputs};
+        for (int k = INPUTS; k <= IN_GRADS; ++k) {
+            base_[k] = batch_[k] + before * each[k - INPUTS];
+            size_[k] = lanes * each[k - INPUTS];
         }
         return {base_.data(), size_.data(), hosts_.spaces, {lanes, stride, before, batch, double(weight), number_}};
     }
@@ -293,8 +299,10 @@ template <class T> class Pass {
         }
     }
 
+    static int64_t address(const void* memory) { return reinterpret_cast<int64_t>(memory); }
+
     void give(int space, const void* memory, int64_t size) {
-        base_[space] = reinterpret_cast<int64_t>(memory);
+        base_[space] = address(memory);
         size_[space] = size;
     }
 
@@ -304,6 +312,7 @@ template <class T> class Pass {
     const Examples& examples_;
     const Memory& memory_;
     std::vector<int64_t> base_, size_;  // of the host that runs
+    int64_t batch_[IN_GRADS + 1] = {};  // where what each example of its batch has begins
     int lanes_ = -1;                    // of its last batch
     int64_t number_ = 0;                // of the batch that runs
 };

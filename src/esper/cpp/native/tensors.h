@@ -11,7 +11,7 @@
 
 // X(name, operands): see program.cpp.
 #define ESPER_TENSORS(X)                                                                                               \
-    X(CLEAR, "X") X(LOAD, "mx") X(COPY, "xx") X(FILL, "x") X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")            \
+    X(CLEAR, "X") X(LOAD, "mx") X(STORE, "xm") X(BARRIER, "") X(COPY, "xx") X(FILL, "x") X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")            \
     X(SPREAD_BACKWARD, "xx") X(BLEND, "xxxxx") X(BLEND_BACKWARD, "xxxxxxx") X(CROSS_ENTROPY, "xelxx")
 
 namespace esper {
@@ -215,31 +215,27 @@ template <class T> void run_BLEND_BACKWARD(const Call<T>& c) {
 
 // -- input and loss ---------------------------------------------------------------------------------------------------
 
-// Images [lanes][channels][height][width] to rows of lanes. Each square of factor x factor pixels becomes channels of one
-// position, as in torch.nn.PixelUnshuffle; rows are in the order [channels][factor][factor][height / factor][width /
-// factor].
-template <class T>
-void transpose(int channels, int height, int width, int factor, const T* images, T* y, int lanes, int stride) {
+// n = {numbers}: a batch [lanes][numbers] to rows of lanes, and back. Tiles of both stay in the cache.
+template <class T> void run_LOAD(const Call<T>& c) {
     constexpr int TILE = 16;
-    const int rows = channels * height * width, area = height * width;
-    int64_t to[TILE];  // where the rows of a tile begin
-    for (int first = 0; first < rows; first += TILE) {
-        const int count = std::min(TILE, rows - first);
-        for (int k = 0; k < count; ++k) {
-            const int c = (first + k) / area, y_ = (first + k) % area / width, x_ = (first + k) % width;
-            const int square = (c * factor + y_ % factor) * factor + x_ % factor;
-            to[k] = (int64_t(square) * (height / factor) + y_ / factor) * (width / factor) + x_ / factor;
-        }
+    const int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    for (int first = 0; first < rows; first += TILE)
         for (int lane = 0; lane < stride; ++lane)
-            for (int k = 0; k < count; ++k)
-                y[to[k] * stride + lane] = lane < lanes ? images[static_cast<int64_t>(lane) * rows + first + k] : T(0);
-    }
+            for (int r = first; r < std::min(first + TILE, rows); ++r)
+                c.p[1][int64_t(r) * stride + lane] = lane < lanes ? c.p[0][int64_t(lane) * rows + r] : T(0);
 }
 
-// n = {channels, height, width, factor}
-template <class T> void run_LOAD(const Call<T>& c) {
-    transpose<T>(c.n[0], c.n[1], c.n[2], c.n[3], c.p[0], c.p[1], c.chunk.lanes, c.chunk.stride);
+template <class T> void run_STORE(const Call<T>& c) {
+    constexpr int TILE = 16;
+    const int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    for (int first = 0; first < rows; first += TILE)
+        for (int lane = 0; lane < lanes; ++lane)
+            for (int r = first; r < std::min(first + TILE, rows); ++r)
+                c.p[1][int64_t(lane) * rows + r] = c.p[0][int64_t(r) * stride + lane];
 }
+
+// A program ends here, and goes on when the gradients of the outputs are known.
+template <class T> void run_BARRIER(const Call<T>&) {}
 
 // n = {classes, positions}: cross entropy of logits [positions][classes] and labels [lanes][positions]. Adds to `totals`
 // = {sum of losses, correct answers, labels that count}; `grad` (or null) gets the gradient of the mean loss of the

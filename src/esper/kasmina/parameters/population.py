@@ -183,6 +183,10 @@ class Kind:
     buffers: Float[Tensor, " Q"]
     rebuilt: bool
 
+    def new_template(self) -> Template:
+        """A template of its own, on the CPU, whose weights are not used."""
+        return Template(deterministic_build(self.build), global_rng=self.template.global_rng)
+
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
         """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
 

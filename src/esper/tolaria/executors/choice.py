@@ -8,15 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.cpp.build import compiler
-from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.population import Population, check_smallest_batch, outputs_of_host
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.messages import host_numbers
 from esper.tasks.datasets import Dataset
-from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
@@ -141,16 +138,7 @@ def native_problem(data: HostData) -> str | None:
         return f"the device is {device}, and compiled C++ runs on a CPU; {out}"
     if dtype is not None:
         return f"hosts are trained in {dtype}, and compiled C++ computes in float32; set amp to 'off', or {out}"
-    if type(data.host) is not CNNHost or not data.host.shares_prefixes:
-        return f"compiled C++ has no rule for hosts of {type(data.host).__name__}; {out}"
-    if not isinstance(data.objective, Classification):
-        return f"compiled C++ has no rule for objective {type(data.objective).__name__}; {out}"
-    for kinds, part in ((Pixels, data.dataset.inputs), (CropAndFlip, data.dataset.augmentation)):
-        if part is not None and type(part) is not kinds:
-            return f"compiled C++ has no rule for {type(part).__name__} of the data set; {out}"
-    if data.dataset.inputs is not None and data.dataset.train.x.dtype is not torch.uint8:
-        return f"images are stored as {data.dataset.train.x.dtype}, and compiled C++ reads bytes or inputs; {out}"
-    if x.dtype is not torch.float32:
+    if not x.is_floating_point() and x.dtype not in (torch.int64, torch.int32, torch.uint8):
         return f"inputs are {x.dtype}, and compiled C++ reads float32; {out}"
     return None
 

@@ -4,41 +4,58 @@
                 features stay in the cache of a core; threads take the next host when they have finished one
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
-Results are those of the streamed executor up to rounding, and a host gets the same bits alone as among others. Hosts
-with a blueprint without a rule are run as in the streamed executor.
+Losses that have no kernel are computed by PyTorch between the two halves of a program; batches that C++ cannot make
+itself come from PyTorch. Results are those of the streamed executor up to rounding, and a host gets the same bits alone
+as among others. Hosts with a blueprint without a rule are run as in the streamed executor.
 """
 
 from collections.abc import Iterator
-from typing import final
+from dataclasses import replace
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.hosts.cnn import CNNHost
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
-from esper.tasks.datasets.images import CropAndFlip
-from esper.tasks.losses import Classification
+from esper.tasks.datasets.images import CropAndFlip, Pixels
+from esper.tasks.losses import PADDING, Classification
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors import streamed
-from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, working_numbers
+from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
-    Programs,
+    LOSSES,
+    Networks,
     Space,
     population_spaces,
     structure_codes,
     training_spaces,
 )
-from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, train_pass
+from esper.tolaria.executors.network import (
+    HostData,
+    NetworkExecutor,
+    SummedScores,
+    examples,
+    mean_factor,
+    train_pass,
+)
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
 from esper.tolaria.executors.training import begin_hosts, begin_training, finish_training, gradient_statistics
 
 _EXAMPLES = 64
 """Examples that are measured at a time, so that the features of a host stay in a core's cache."""
+_CONVERTED = 2**26
+"""Most numbers of a split whose integers are stored as floats."""
+
+
+class Stored(NamedTuple):
+    """Inputs and labels of a split: float32, or bytes with a table; int64."""
+
+    x: Tensor
+    y: Tensor
 
 
 @final
@@ -55,39 +72,43 @@ class NativeExecutor(NetworkExecutor):
 
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
-        assert isinstance(data.host, CNNHost), "choice.native_problem refuses other hosts"
-        assert isinstance(data.objective, Classification), "choice.native_problem refuses other objectives"
-        self._classes = data.host.spec.classes
         for split in ("train", "val"):
             self._check_labels(split)
-        self._programs = Programs(self.population, *data.host.image_size, data.objective.label_smoothing)
-        self.refused = self._programs.refused
+        example, _ = examples(data.dataset, 2)
+        self._networks = Networks(self.population, example, data.objective)
+        self.refused = self._networks.refused
         self._machine = Machine(threads=threads)
-        inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
-        self._table = None if inputs is None else _values_of_bytes(inputs, data.host.spec.in_channels)
-        self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
         self._decay = data.decay_mask.to(torch.float32)
+        self._constants = self._networks.constants.tensor(torch.float32)
+        inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
+        self._table = None
+        if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
+            self._table = _values_of_bytes(inputs, example.shape[1])
+        self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
+        self._stored: dict[SplitName, Stored] = {}
 
     def working_bytes(self) -> int:
         """Working memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
         codes = [structure_codes(self.data.structure, training=training)[:1] for training in (True, False)]
-        if not self._programs.can_run(codes[0]).all():
+        if not self._networks.can_run(codes[0]).all():
             return 0
-        steps = plan_prefixes(self.data.coalition_sets()[0], self.data.execution_order).steps
-        training = self._programs.training(codes[0].tobytes())
-        measuring = self._programs.measuring(codes[1].tobytes(), steps)
-        numbers, sizes = (
-            self.data.dataset.train.x[0].numel(),
-            ((training, self.data.batch_train), (measuring, _EXAMPLES)),
-        )
+        sets = self.data.coalition_sets()[0]
+        training = self._networks.training(codes[0].tobytes())
+        measuring, _ = self._networks.measuring(codes[1].tobytes(), sets.tobytes(), len(sets))
+        numbers = self.data.dataset.train.x[0].numel()
+        sizes = (training, self.data.batch_train), (measuring, _EXAMPLES)
         return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
     def _check_labels(self, split: SplitName) -> None:
-        (lowest, highest), classes = self.data.label_range(split), self._classes
-        if lowest < 0 or highest >= classes:
+        objective = self.data.objective
+        if not isinstance(objective, LOSSES):
+            return
+        lowest, highest = self.data.label_range(split)
+        classes = objective.num_classes if isinstance(objective, Classification) else objective.vocabulary
+        if lowest < PADDING or highest >= classes:
             raise DataError(
-                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
-                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
+                f"the {split} split has labels from {lowest} to {highest}, but the objective knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes of the task."
             )
 
     def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,43 +127,87 @@ class NativeExecutor(NetworkExecutor):
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
-        spaces = training_spaces(p, alpha, hosts, rows, self._decay, lr_factors)
-        totals = torch.zeros(p.num_envs, 2, dtype=torch.float64)
+        spaces = training_spaces(p, alpha, self._constants, hosts, rows, self._decay, lr_factors)
+        totals = torch.zeros(p.num_envs, 3, dtype=torch.float64)
+        spaces.rows(Space.TOTALS, totals)
+        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
-            work = Workload.of_each([self._programs.step(code.tobytes()) for code in codes[others]])
-            totals += self._train_in_pytorch(batches, train, work, spaces.of(others))
-        spaces.rows(Space.TOTALS, totals)
-        work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
-        assert batches.order is not None
-        chosen, stored = torch.from_numpy(ours), batches.data
-        labels = stored.y if batches.targets is None else batches.targets[chosen]
-        for some, size in _of_equal_size(batches.bounds):
-            order = batches.order[chosen, some].contiguous()
-            moves = None if batches.drawn is None else batches.drawn[chosen, some].contiguous()
-            of = labels if batches.targets is None else labels[:, some].contiguous()
-            examples = Examples(stored.x, of, order, size, table=self._table, moves=moves, border=self._border)
-            self._machine.run_batches(work, spaces.of(ours), examples)
-        count = torch.full((p.num_envs,), float(batches.order.shape[1]), dtype=torch.float64)
+            step = Workload.of_each([self._networks.step(code.tobytes()) for code in codes[others]])
+            for x_NB, y_NB in batches:
+                totals += torch.stack(train(x_NB, y_NB), dim=1)
+                self._machine.run(step, spaces.of(others), Batch(batch=1))
+        stored = self._as_stored(batches)
+        if stored is None or not isinstance(data.objective, LOSSES):
+            self._train_on_batches(batches, work, spaces.of(ours), totals, ours)
+        else:
+            chosen = torch.from_numpy(ours)
+            labels = stored.y if batches.targets is None else batches.targets[chosen]
+            assert batches.order is not None
+            for some, size in _of_equal_size(batches.bounds):
+                order = batches.order[chosen, some].contiguous()
+                moves = None if batches.drawn is None else batches.drawn[chosen, some].contiguous()
+                own = batches.targets is not None
+                of = labels[:, some].contiguous() if own else labels
+                given = Examples(
+                    stored.x, of, order, size, table=self._table, moves=moves, border=self._border, own_labels=own
+                )
+                self._machine.run_batches(work, spaces.of(ours), given)
         outputs = train_pass(
-            data.objective,
-            Scores(totals[:, 0], totals[:, 1], count),
-            gradient_statistics(p, data.structure, rows, hosts.grad),
+            data.objective, Scores(*totals.unbind(dim=1)), gradient_statistics(p, data.structure, rows, hosts.grad)
         )
         p.host.finish(hosts)
         finish_training(p, rows)
         return outputs
 
-    def _train_in_pytorch(
-        self, batches: SharedBatchIterator, train: streamed.TrainBatch, step: Workload, spaces: Spaces
-    ) -> Tensor:
-        """Train the other hosts; the summed losses and the correct answers of each, [N, 2]."""
-        totals = torch.zeros(self.population.num_envs, 2, dtype=torch.float64)
-        for x_NB, y_NB in batches:
-            scores = train(x_NB, y_NB)
-            self._machine.run(step, spaces, 1)
-            totals += torch.stack((scores.loss, scores.score), dim=1)
-        return totals
+    def _as_stored(self, batches: SharedBatchIterator) -> Stored | None:
+        """The examples of a split as C++ reads them; None where PyTorch makes the batches."""
+        data, dataset = batches.data, self.data.dataset
+        known = type(dataset.augmentation) in (type(None), CropAndFlip) and (dataset.inputs is None) == (
+            self._table is None
+        )
+        if not known or not data.x.is_contiguous():
+            return None
+        if batches.split not in self._stored:
+            x, y = data.x, data.y.long().contiguous()
+            if self._table is None and x.dtype is not torch.float32:
+                if x.is_floating_point() or x.numel() > _CONVERTED:
+                    return None
+                x = x.float()
+            self._stored[batches.split] = Stored(x, y)
+        return self._stored[batches.split]
+
+    def _train_on_batches(
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray
+    ) -> None:
+        """Train on batches that PyTorch makes, with a loss that it computes where there is no kernel for it."""
+        chosen, objective = torch.from_numpy(ours), self.data.objective
+        for number, (x_NB, y_NB) in enumerate(batches):
+            x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
+            spaces.rows(Space.INPUTS, x)
+            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number)
+            if isinstance(objective, LOSSES):
+                y = y.long()
+                spaces.rows(Space.LABELS, y)
+                self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
+                continue
+            for k, n in enumerate(ours.tolist()):
+                self._train_by_pytorch_loss(work.part(k), spaces.of(np.array([k])), batch, y[k], totals[n])
+
+    def _train_by_pytorch_loss(
+        self, work: Workload, spaces: Spaces, batch: Batch, y: Tensor, totals: Tensor
+    ) -> None:
+        """A host on a batch: outputs, their loss and its gradient in PyTorch, and the rest of the program."""
+        outputs = torch.empty(batch.batch, *self._networks.outputs)
+        spaces.rows(Space.OUTPUTS, outputs[None])
+        batch = replace(batch, outputs_each=outputs[0].numel())
+        self._machine.run(work.begun(), spaces, batch)
+        scores = self.data.objective.scores(outputs.requires_grad_(), y)
+        loss = scores.loss * mean_factor(scores.weight.sum())
+        (grads,) = torch.autograd.grad(loss.sum(), outputs)
+        spaces.rows(Space.OUT_GRADS, grads[None].contiguous())
+        self._machine.run(work.rest(), spaces, replace(batch, goes_on=True))
+        totals += torch.stack([of.detach().sum(dtype=torch.float64) for of in scores])
 
     def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone; raises DataError where a label has no class."""
@@ -160,27 +225,62 @@ class NativeExecutor(NetworkExecutor):
         found = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
         if not ours.size:
             return found
-        plans = [plan_prefixes(sets[n], self.data.execution_order) for n in ours]
-        programs = [
-            self._programs.measuring(codes[n].tobytes(), plan.steps) for n, plan in zip(ours, plans, strict=True)
-        ]
-        spaces, stored = population_spaces(p, alpha).of(ours), batches.data
-        totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
+        measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n])) for n in ours]
+        work = Workload.of_each([program for program, _ in measured])
+        most = max(max(states) for _, states in measured) + 1
+        spaces = population_spaces(p, alpha, self._constants).of(ours)
+        totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        labels, order, weight = stored.y, None, torch.full((p.num_envs,), float(len(stored)), dtype=torch.float64)
-        own = torch.from_numpy(ours)
-        if batches.chosen is not None:
-            labels, order, weight = batches.chosen.target[own], batches.chosen.index[own], batches.chosen.count.double()
-        examples = Examples(stored.x, labels, order, _EXAMPLES, padded=True, table=self._table)
-        self._machine.run_batches(Workload.of_each(programs), spaces, examples)
+        stored = self._as_stored(batches)
+        if stored is None or not isinstance(self.data.objective, LOSSES):
+            self._measure_batches(batches, work, spaces, totals, ours)
+        else:
+            own, labels, order = torch.from_numpy(ours), stored.y, None
+            if batches.chosen is not None:
+                labels, order = batches.chosen.target[own], batches.chosen.index[own]
+            given = Examples(
+                stored.x, labels, order, _EXAMPLES, padded=True, table=self._table, own_labels=order is not None
+            )
+            self._machine.run_batches(work, spaces, given)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
-        for row, plan in zip(states, plans, strict=True):
-            row[: len(plan.state_of_coalition)] = plan.state_of_coalition
-        index = torch.from_numpy(states)
-        hits, losses = totals[..., 1].gather(1, index), totals[..., 0].gather(1, index[:, :1])[:, 0]
+        for row, (_, of_coalition) in zip(states, measured, strict=True):
+            row[: len(of_coalition)] = of_coalition
+        index, own = torch.from_numpy(states), torch.from_numpy(ours)
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in ours])
-        found.score[own], found.loss[own] = hits * valid, losses
-        return found._replace(weight=weight)
+        found.score[own] = totals[..., 1].gather(1, index) * valid
+        found.loss[own], found.weight[own] = (totals[..., k].gather(1, index[:, :1])[:, 0] for k in (0, 2))
+        return found
+
+    def _measure_batches(
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray
+    ) -> None:
+        """Measure on batches that PyTorch makes, with scores that it computes where there is no kernel for them."""
+        objective, states = self.data.objectives[batches.split], totals.shape[1]
+        chosen = torch.from_numpy(ours)
+        for x, y in batches:
+            each = batches.chosen is not None
+            x = x.float()[chosen].contiguous() if each else x.float().expand(1, *x.shape).contiguous()
+            y = y[chosen] if each else y.expand(1, *y.shape)
+            if each:
+                spaces.rows(Space.INPUTS, x)
+            else:
+                spaces.share(Space.INPUTS, x)
+            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
+            if isinstance(objective, LOSSES):
+                y = y.long().contiguous()
+                if each:
+                    spaces.rows(Space.LABELS, y)
+                else:
+                    spaces.share(Space.LABELS, y)
+                self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
+                continue
+            outputs = torch.zeros(len(ours), x.shape[1], states, *self._networks.outputs)
+            spaces.rows(Space.OUTPUTS, outputs)
+            self._machine.run(work, spaces, replace(batch, outputs_each=outputs[0, 0].numel()))
+            for k in range(len(ours)):
+                for state in range(states):
+                    scores = objective.scores(outputs[k, :, state], y[k if each else 0])
+                    totals[k, state] += torch.stack([of.sum(dtype=torch.float64) for of in scores])
 
 
 def _values_of_bytes(inputs: Inputs, channels: int) -> Tensor:

@@ -4,7 +4,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import final
@@ -26,7 +26,7 @@ class ExamplesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
         *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border", "own_labels")),
-        *((name, ctypes.c_int64) for name in ("labels_each", "first", "keys_each")),
+        *((name, ctypes.c_int64) for name in ("labels_each", "first", "outputs_each", "goes_on", "keys_each")),
     )
 
 
@@ -130,7 +130,7 @@ class Examples:
         padded: fill the last batch with examples that are not counted, which is fastest.
         table: [C, 256], the numbers that the bytes of each channel stand for.
         moves: [H, count, 3] int64, a window of each image as drawn by `CropAndFlip`. border: its `padding`.
-        keys_each: numbers in the third space of each host that belong to each batch (`sequences.mask_keys`).
+        keys_each: numbers of each batch in the space KEYS of a host (`sequences.pass_keys`).
     """
 
     images: Tensor
@@ -164,19 +164,39 @@ class Examples:
         sizes = len(self.images), self.images[0].numel(), self.count, self.batch, self.padded
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
-        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.own_labels, each, 0,
-                              self.keys_each)  # fmt: skip
+        return ExamplesStruct(
+            *pointers, *sizes, channels, height, width, self.border, self.own_labels, each, keys_each=self.keys_each
+        )
 
 
-def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: int) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch that lies in the spaces of the hosts.
+
+    Attributes:
+        batch: examples. numbers: of an input. labels_each, outputs_each: labels and outputs of an example.
+        first: number of the batch in its pass. goes_on: whether programs go on behind their barrier.
+        keys_each: as of `Examples`.
+    """
+
+    batch: int
+    numbers: int = 0
+    labels_each: int = 0
+    outputs_each: int = 0
+    first: int = 0
+    goes_on: bool = False
+    keys_each: int = 0
+
+
+def working_numbers(programs: Sequence[Program], lanes: int, numbers_gathered: int) -> dict[str, int]:
     """How many numbers of working memory these programs need on batches of `lanes` examples, by purpose."""
     stride = stride_of(lanes)
     return {
         "rows": max(p.rows for p in programs) * stride,
-        "local": max(p.local * (min(p.chunk, stride) if numbers_of_image else stride) for p in programs),
+        "local": max(p.local * min(p.chunk, stride) for p in programs),
         "numbers": max(p.numbers for p in programs),
         "scratch": max(p.scratch for p in programs),
-        "images": numbers_of_image * stride,
+        "images": numbers_gathered * stride,
     }
 
 
@@ -189,9 +209,9 @@ class _Memory:
         self._tensors = {name: torch.zeros(0, dtype=dtype) for name in names}
         self._labels = torch.zeros(0, dtype=torch.int64)
 
-    def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int, labels: int = 1) -> MemoryStruct:
+    def struct(self, programs: Sequence[Program], lanes: int, numbers_gathered: int, labels: int = 1) -> MemoryStruct:
         """What C++ reads, large enough for these programs; it clears the rows."""
-        stride, needed = stride_of(lanes), working_numbers(programs, lanes, numbers_of_image)
+        stride, needed = stride_of(lanes), working_numbers(programs, lanes, numbers_gathered)
         for name, size in needed.items():
             if len(self._tensors[name]) < size:
                 self._tensors[name] = torch.empty(size, dtype=self._dtype)
@@ -232,6 +252,24 @@ class Workload:
         code = np.concatenate([p.code for p in distinct.values()])
         turn = np.argsort([-program.cost for program in programs], kind="stable")
         return cls(tuple(distinct.values()), code, first, count, chunk, turn)
+
+    def part(self, k: int) -> "Workload":
+        """That of one host."""
+        some = np.array([k])
+        return replace(self, first=self.first[some], count=self.count[some], chunk=self.chunk[some], turn=np.zeros(1, np.int64))
+
+    def begun(self) -> "Workload":
+        """The instructions up to the barrier."""
+        return replace(self, count=self._barriers())
+
+    def rest(self) -> "Workload":
+        """The instructions behind the barrier."""
+        barriers = self._barriers()
+        return replace(self, first=self.first + barriers, count=self.count - barriers)
+
+    def _barriers(self) -> np.ndarray:
+        found = np.flatnonzero(self.code["operation"] == Operation.BARRIER)
+        return found[np.searchsorted(found, self.first)] + 1 - self.first
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError where a normalization of a host would see a single value (`Program.check_batch`)."""
@@ -285,16 +323,12 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def run(self, work: Workload, spaces: Spaces, lanes: int, *, labels_each: int = 0, number: int = 0,
-            keys_each: int = 0) -> None:  # fmt: skip
-        """Execute each host's program once, on a batch of `lanes` examples that lies in its spaces already.
+    def run(self, work: Workload, spaces: Spaces, batch: Batch) -> None:
+        """Execute each host's program once, on a batch that lies in its spaces already.
 
-        `labels_each`: labels of an example, if there are any; `number`: that of the batch in its pass; `keys_each`: see `Examples`. Working
-        memory is added here. Raises IndexError where an instruction does not fit its memory.
+        Working memory is added here. Raises IndexError where an instruction does not fit its memory.
         """
-        self._run(work, spaces, ExamplesStruct(
-            batch=lanes, labels_each=labels_each, first=number, keys_each=keys_each
-        ))  # fmt: skip
+        self._run(work, spaces, ExamplesStruct(**vars(batch)))
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
         """Execute each host's program on every batch of the examples, which become its first two spaces."""
@@ -311,7 +345,9 @@ class Machine:
         assert all(array.flags.c_contiguous for array in arrays)
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
         memories = [
-            m.struct(work.programs, examples.batch, examples.numbers, examples.labels_each) for m in self._memory
+            m.struct(
+                work.programs, examples.batch, *((examples.numbers, examples.labels_each) if examples.images else (0, 0))
+            ) for m in self._memory
         ]
 
         def run(memory: MemoryStruct) -> None:

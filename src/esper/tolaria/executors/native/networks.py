@@ -1,207 +1,60 @@
 """Whole hosts as instructions: one program trains a host on a batch, another measures its coalitions.
 
-    training     images --> block --> slot --> pool --> slot --> ... --> loss, backward to all gradients, optimizer step
-    measuring    the forward pass alone, for several states of the network that share a prefix (`tolaria.coalitions`)
+    training     forward pass with the seeds at their slots, loss, backward pass to all gradients, optimizer step
+    measuring    the forward pass alone, in all coalitions that are asked for; what two of them share is computed once
 
-A program depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs.
-The rule of each seed and gate is compared with PyTorch once, on the same random weights and features in float64. A
-module whose results differ has no rule: PyTorch runs the hosts that grow it.
+Host, seeds and gates pass through the same door (`trace`, `lowering`): what they are made of does not matter. A program
+depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs. The graph of
+each host, seed and gate is compared with PyTorch once, on random weights and inputs in float64 (`compare`). A seed whose
+results differ has no rule: PyTorch runs the hosts that grow it.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.layers import GateNetwork
-from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.cnn import Block, CNNHost
-from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.layout import FlatLayout, buffer_layout, parameter_layout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.kasmina.parameters.optimizers import OptimizerSpec, SGDState
-from esper.kasmina.parameters.population import Population, TrainingCopy
+from esper.kasmina.parameters.population import Kind, Population, TrainingCopy, once, outputs_of_host
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import Algorithm
-from esper.tolaria.coalitions import PrefixStep
-from esper.tolaria.executors.native.machine import Machine, Spaces, Workload, stride_of
-from esper.tolaria.executors.native.program import (
-    NUM_WORKING,
-    RULES,
-    Assembler,
-    Backward,
-    Features,
-    Layer,
-    Operation,
-    Place,
-    Program,
-    Rows,
-    Rule,
-    ShapeError,
-    Weights,
-    altered,
-    batch_norm_relu,
-    chain,
-    convolution,
-    expect,
-    images,
-    in_reverse,
-    linear,
-    max_pool,
-    mean_space,
-    problem,
-)
+from esper.leyline.lifecycle import Algorithm, HostFamily
+from esper.leyline.objective import Objective
+from esper.tasks.losses import Classification, NextToken
+from esper.tolaria.executors.native.compare import disagreement
+from esper.tolaria.executors.native.lowering import Constants, Lowering, State, Value, Weight, run_graph
+from esper.tolaria.executors.native.machine import Spaces, cached_library
+from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.trace import BATCH, NoRuleError, trace
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.training import TrainedRows, trained_mask
 
-_SHAPES = ((3, 5, 4), (17, 1, 1))
-"""Examples, height and width: partly filled rows, a map that is not square, and a single position."""
-_TOLERANCE = 1e-8
-_IMAGES, _VALUES, _GRADS, _BUFFERS, _ONES, _GRAD_OUT, _OUT, _GRAD_IN = range(NUM_WORKING, NUM_WORKING + 8)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Output [B, C, H, W], gradient of the input (None: not asked for), gradient of the weights (None: no backward)."""
-
-    y: Tensor
-    grad_input: Tensor | None
-    grad_weights: Tensor | None
-
-
-def disagreement(module: nn.Module, channels: int) -> str | None:
-    """How a seed or gate differs as instructions from PyTorch, for features of this many channels; None if it does not.
-
-    Compared are outputs in training and evaluation mode, all gradients, and a seed's output shape with its input's.
-    """
-    generator = torch.Generator().manual_seed(0)
-    layout, rule = parameter_layout(module), RULES[type(module)]
-    for batch, height, width in _SHAPES:
-        row = torch.randn(layout.total, generator=generator, dtype=torch.float64) * 0.5 + 0.1
-        x = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float64)
-        for trainable in (True, False):
-            try:
-                want = by_torch(module, layout, row, x, trainable=trainable)
-            except (RuntimeError, ValueError) as error:
-                return f"PyTorch refuses features {tuple(x.shape)}: {error}"
-            if not isinstance(module, GateNetwork) and want.y.shape != x.shape:
-                return f"it makes {tuple(want.y.shape)} of features {tuple(x.shape)}"
-            try:
-                found = by_instructions(rule, module, layout, row, x, trainable=trainable)
-            except ShapeError as error:
-                return str(error)
-            if not _same(found.y, want.y):
-                return f"its output differs from PyTorch's in {'training' if trainable else 'evaluation'} mode"
-            if not _same(found.grad_weights, want.grad_weights):
-                return "its gradients differ from PyTorch's"
-    return None
-
-
-def by_torch(
-    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, trainable: bool = True, input_grad: bool = False
-) -> Outcome:
-    """A module with these weights in PyTorch; the gradient of its output is `_grad_like` it.
-
-    Raises:
-        ValueError: it writes into its input.
-    """
-    reference = copy.deepcopy(module).double().train(trainable)
-    row, leaf = row.clone().requires_grad_(trainable), x.clone().requires_grad_(trainable)
-    given = leaf.clone()
-    y: Tensor = torch.func.functional_call(reference, layout.unpack(row), (given,))
-    if not torch.equal(given, x):
-        raise ValueError("it writes into its input")
-    if not trainable:
-        return Outcome(y, None, None)
-    grad_row, grad_x = torch.autograd.grad(y, (row, leaf), _grad_like(y), materialize_grads=True)
-    return Outcome(y.detach(), grad_x if input_grad else None, grad_row)
-
-
-def by_instructions(
-    rule: Rule,
-    module: nn.Module,
-    layout: FlatLayout,
-    row: Tensor,
-    x: Tensor,
-    *,
-    trainable: bool = True,
-    input_grad: bool = False,
-    buffers: Tensor | None = None,
-) -> Outcome:
-    """The same by instructions; running statistics in `buffers` are updated.
-
-    Raises:
-        ShapeError: layers do not fit each other.
-    """
-    batch, channels, height, width = x.shape
-    a, one = Assembler(trainable=trainable), Place(_ONES, 0)  # SCALE by one copies rows between spaces
-    h = images(a, Place(_IMAGES, 0), (channels, height, width))
-    weights = Weights(layout, _VALUES, _GRADS if trainable else None, buffer_layout(module), _BUFFERS)
-    y, backward = rule(a, module, weights, h)
-    a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
-    if trainable:
-        into = backward(images(a, Place(_GRAD_OUT, 0), y.shape).rows, input_grad)
-        if into is not None:
-            a.emit(Operation.SCALE, one, into, Place(_GRAD_IN, 0), sizes=(1, into.size))
-    out, grad_in = (torch.zeros(f.rows.size, stride_of(batch), dtype=x.dtype) for f in (y, h))
-    grad_out = _grad_like(torch.empty(batch, *y.shape, dtype=x.dtype))
-    grad_row = torch.full_like(row, torch.nan).masked_fill_(layout.padding_mask, 0.0)
-    tensors = {
-        _IMAGES: x.contiguous(), _VALUES: row, _GRADS: grad_row,
-        _BUFFERS: torch.zeros(0) if buffers is None else buffers,
-        _ONES: torch.ones(1, dtype=x.dtype), _GRAD_OUT: grad_out, _OUT: out, _GRAD_IN: grad_in,
-    }  # fmt: skip
-    spaces = Spaces(1, NUM_WORKING + len(tensors))
-    for space, tensor in tensors.items():
-        spaces.share(space, tensor)
-    Machine(dtype=x.dtype).run(Workload.of_each([a.program()]), spaces, batch)
-    grad_x = _examples_of(grad_in, x.shape) if trainable and input_grad else None
-    return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if trainable else None)
-
-
-def _grad_like(y: Tensor) -> Tensor:
-    """A gradient of an output; no two neighbours are equal."""
-    return torch.linspace(-1.0, 1.0, 101, dtype=y.dtype).repeat(-(-y.numel() // 101))[: y.numel()].view(y.shape)
-
-
-def _examples_of(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Rows of lanes -> [B, ...]; NaN where lanes beyond the examples are not zero."""
-    batch = shape[0]
-    x = rows[:, :batch].t().reshape(shape)
-    return torch.full_like(x, torch.nan) if rows[:, batch:].any() else x
-
-
-def _same(found: Tensor | None, want: Tensor | None) -> bool:
-    if found is None or want is None:
-        return found is want
-    return found.shape == want.shape and torch.allclose(found, want, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
 Space = IntEnum(
     "Space",
-    "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS HOST_BUFFERS DECAY RATE",
+    "INPUTS LABELS OUTPUTS OUT_GRADS IN_GRADS KEYS TOTALS CONSTANTS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS "
+    "HOST_BUFFERS DECAY RATE",
     start=NUM_WORKING,
 )
-"""Spaces of a host besides the working memory. TOTALS: for each state of the network a pair of float64, the sum of the
-losses and the number of correct answers. DECAY: mask of the host's weights that decay. RATE: factor of the learning
-rates."""
+"""Spaces of a host besides the working memory. TOTALS: for each state of the network three float64, the sums of the
+losses, of correct answers, and of labels that count. DECAY: mask of the host's weights that decay. RATE: factor of the
+learning rates. OUTPUTS and OUT_GRADS: of a batch, for a loss that PyTorch computes. KEYS: of masks of dropout."""
 SlotSpace = IntEnum(
     "SlotSpace",
-    "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS ALPHA",
+    "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS SEED_BUFFERS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS "
+    "ALPHA",
     start=0,
 )
 """Spaces of each slot, after those of `Space`."""
-
-Steps = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""By slot id: the states that go on without the seed, and those that go on with it."""
 _BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
-"""As in layers.h."""
+"""As in tensors.h."""
+LOSSES: Final = (Classification, NextToken)
+"""Objectives that the kernels compute."""
 
 
 def num_spaces(num_slots: int) -> int:
@@ -214,12 +67,36 @@ def slot_space(s: int, kind: SlotSpace) -> int:
     return NUM_WORKING + len(Space) + s * len(SlotSpace) + kind
 
 
-@dataclass(frozen=True)
-class Module:
-    """A seed or gate, and where its tensors lie in a row."""
+class Graphs(NamedTuple):
+    """A module in training and in evaluation, and where its tensors lie in a row."""
 
-    module: nn.Module
-    layout: FlatLayout
+    training: fx.Graph
+    measuring: fx.Graph
+    parameters: FlatLayout
+    buffers: FlatLayout
+
+    def write(self, low: Lowering, spaces: tuple[int, int | None, int], x: Value, **options: object) -> list[Value]:
+        """Write its forward pass on the values, gradients (None: not trained) and buffers in these spaces."""
+        values, grads, buffers = spaces
+        size, held = self.parameters.total, self.buffers.total
+        row = Weight(Place(values, 0, size), (size,), None if grads is None else Place(grads, 0, size))
+        of_buffers = Weight(Place(buffers, 0, held), (held,))
+        graph = self.training if low.trainable else self.measuring
+        return run_graph(low, graph, row, of_buffers, x, **options)  # type: ignore[arg-type]
+
+
+def graphs_of(kind: Kind, x: Tensor) -> Graphs:
+    """The graphs of modules of a kind for inputs like x [1, ...], compared with PyTorch.
+
+    Raises:
+        NoRuleError: an operation has no rule, or its results differ.
+    """
+    template = kind.new_template()
+    if reason := disagreement(template, x):
+        raise NoRuleError(reason)
+    inputs = x[:1].expand(BATCH, *x.shape[1:]).clone()
+    training, measuring = (trace(template, inputs, training=mode) for mode in (True, False))
+    return Graphs(training, measuring, template.parameters, template.buffers)
 
 
 @dataclass(frozen=True)
@@ -227,162 +104,215 @@ class ActiveSeed:
     """The seed that runs in slot `s`. `active`: it changes the host's features; else it is only trained."""
 
     s: int
-    seed: Module
-    gate: Module | None
+    seed: Graphs
+    gate: Graphs | None
     algorithm: Algorithm
     active: bool
     trainable: bool = False
     gate_trainable: bool = False
+    isolated: bool = True
 
-    def run(self, a: Assembler, module: Module, kind: SlotSpace, trainable: bool, h: Features) -> Layer:
-        """The seed or the gate (`kind`) on features."""
-        grads = slot_space(self.s, SlotSpace(kind + 1)) if trainable else None
-        weights = Weights(module.layout, slot_space(self.s, kind), grads)
-        return RULES[type(module.module)](a, module.module, weights, h)
+    def write(self, low: Lowering, h: Value) -> Value:
+        """The features after the slot (`kasmina.blending`)."""
+        x = replace(h, needs=False) if self.isolated else h
+        delta = self._run(low, self.seed, SlotSpace.SEED, SlotSpace.SEED_BUFFERS, self.trainable, x)
+        if delta.shape != h.shape:
+            raise NoRuleError(f"a seed makes {delta.shape} of {h.shape}")
+        gate = None
+        if self.algorithm is Algorithm.GATE:
+            assert self.gate is not None
+            gate = self._run(low, self.gate, SlotSpace.GATE, SlotSpace.SEED_BUFFERS, self.gate_trainable, x)
+        alpha = Place(slot_space(self.s, SlotSpace.ALPHA), 0, 1)
+        sizes = (h.size, _BLEND_CODES[self.algorithm], h.size if gate is None else h.size // gate.size)
+        y = low.like(h) if self.active else h
+        if self.active:
+            low.emit(Operation.BLEND, h.rows, delta.rows, gate and gate.rows, alpha, y.rows, sizes=sizes)
+        else:
+            y = replace(h, needs=False)
+        multiplies = self.algorithm is Algorithm.MULTIPLY
 
+        def backward(g: Rows) -> None:
+            changes = multiplies and self.active
+            g = low.own(g) if changes else g
+            of_delta = low.rows(delta.size) if delta.needs else None
+            of_gate = low.rows(gate.size) if gate is not None and gate.needs else None
+            if of_delta is not None or changes:
+                own, change = h.rows if multiplies else None, delta.rows if multiplies or of_gate else None
+                low.emit(Operation.BLEND_BACKWARD, own, change, gate and gate.rows, alpha, g, of_delta, of_gate,
+                         sizes=sizes, flag=self.active)  # fmt: skip
+            if of_delta is not None:
+                low.give(delta, of_delta)
+            if of_gate is not None and gate is not None:
+                low.give(gate, of_gate)
+            low.give(h, g)
 
-@dataclass(frozen=True)
-class HostLayout:
-    """A host, where its tensors lie in a row, and the size of its images."""
+        return low.result(y, backward, h, delta, gate)
 
-    host: CNNHost
-    layout: FlatLayout
-    buffers: FlatLayout
-    height: int
-    width: int
-
-
-def host_problem(host: nn.Module) -> str | None:
-    """Why a host has no rule; None if it has one."""
-    return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
-
-
-def training_program(
-    layout: HostLayout,
-    seeds: Mapping[str, ActiveSeed],
-    optimizer: OptimizerSpec | None = None,
-    label_smoothing: float = 0.0,
-) -> Program:
-    """Forward and backward of one batch of a host with these seeds, by slot id, and a step of the optimizer, if any."""
-    a = Assembler(trainable=True)
-    (logits,), backward = _forward(a, layout, seeds, {slot_id: ((), (0,)) for slot_id in seeds})
-    grad = a.rows(logits.channels)
-    _loss(a, logits, 0, grad, label_smoothing)
-    backward(grad, False)
-    if optimizer is not None:
-        _step(a, layout, seeds, optimizer)
-    return a.program()
-
-
-def step_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> Program:
-    """The optimizer step alone, for a host whose gradients PyTorch has computed."""
-    a = Assembler(trainable=True)
-    _step(a, layout, seeds, optimizer)
-    return a.program()
-
-
-def measuring_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed], steps: Steps) -> Program:
-    """Losses and correct answers of all states of a host on some examples."""
-    a = Assembler(trainable=False)
-    logits, _ = _forward(a, layout, seeds, steps)
-    for k, own in enumerate(logits):
-        _loss(a, own, k, None)
-    return a.program()
+    def _run(
+        self, low: Lowering, module: Graphs, values: SlotSpace, buffers: SlotSpace, trainable: bool, x: Value
+    ) -> Value:
+        grads = slot_space(self.s, SlotSpace(values + 1)) if trainable else None
+        spaces = slot_space(self.s, values), grads, slot_space(self.s, buffers)
+        (out,) = module.write(low, spaces, x)
+        return out
 
 
-def _forward(
-    a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], steps: Steps
-) -> tuple[list[Features], Backward]:
-    """The logits of all states, and the backward pass of the single state that training has."""
-    host, grads = layout.host, int(Space.HOST_GRADS) if a.trainable else None
-    weights = Weights(layout.layout, Space.HOST, grads, layout.buffers, Space.HOST_BUFFERS)
-    shape = (host.spec.in_channels, layout.height, layout.width)
-    states, backwards = [images(a, Place(Space.IMAGES, 0), shape, host.spec.unshuffle)], list[Backward]()
+@final
+class Networks:
+    """The graphs of a population's hosts, seeds and gates, and the programs made of them.
 
-    def apply(layer: Callable[[Features], Layer]) -> None:
-        for k, x in enumerate(states):
-            states[k], backward = layer(x)
-            backwards.append(backward)
+    Attributes:
+        refused: each blueprint without a rule in some slot, and the reason. constants: numbers that all hosts share.
 
-    def pass_slot(slot_id: str) -> None:
-        if slot_id not in steps:
-            return
-        off, on = steps[slot_id]
-        blended = [_blended(a, seeds[slot_id], states[i]) for i in on]
-        states[:] = [states[i] for i in off] + [y for y, _ in blended]
-        backwards.extend(backward for _, backward in blended)
+    Raises:
+        ConfigError: the host has no rule.
+    """
 
-    for i, block in enumerate(host.blocks):
-        apply(_block(a, block, weights.of(f"blocks.{i}")))
-        pass_slot(f"r0c{i}")
-        if i < host.spec.pools:
-            apply(lambda x: max_pool(a, x))
-            pass_slot(f"r1c{i}")
-    apply(lambda x: chain(x, lambda h: mean_space(a, h), lambda h: linear(a, host.head, weights.of("head"), h)))
-    return states, in_reverse(backwards)
+    def __init__(self, population: Population, example: Tensor, objective: Objective) -> None:
+        p = self._population = population
+        self._points, self._inputs = p.points, tuple(example.shape[1:])
+        self.outputs = tuple(outputs_of_host(p.host_kind, example).shape[1:])
+        self._losses = isinstance(objective, LOSSES)
+        self._smoothing = getattr(objective, "label_smoothing", 0.0)
+        self._optimizer: OptimizerSpec = p.optimizer_spec
+        self.constants = Constants(Space.CONSTANTS)
+        try:
+            self._host = graphs_of(p.host_kind, example)
+        except NoRuleError as error:
+            raise ConfigError(
+                f"compiled C++ cannot run the host: {error}; set executor to 'fused' or 'streamed'."
+            ) from error
+        self.refused: dict[str, str] = {}
+        self._seeds: dict[tuple[str, int], Graphs] = {}
+        self._gates: dict[str, Graphs] = {}
+        for point in self._points:
+            h = torch.zeros(1, *p.host_module.features(point))
+            try:
+                self._gates[point.slot_id] = _known(p.gate_kinds[point.channels], h)
+            except NoRuleError as error:
+                raise ConfigError(f"compiled C++ disagrees with PyTorch about gates: {error}.") from error
+            for (channels, index), kind in p.seed_kinds.items():
+                if channels == point.channels:
+                    try:
+                        self._seeds[point.slot_id, index] = _known(kind, h)
+                    except NoRuleError as error:
+                        self.refused[kind.name] = str(error)
+        refused = [i for _, i in p.seed_kinds if registry.blueprint_at(i, p.family).name in self.refused]
+        self._runnable = [_NOTHING, *(i for _, i in p.seed_kinds if i not in refused)]
+        self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
+        self.step = lru_cache(CACHED_PROGRAMS)(self._write_step)
+        self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
 
+    def can_run(self, codes: np.ndarray) -> np.ndarray:
+        """[N]: hosts whose seeds all have rules; `codes` is [N, S, 5]."""
+        return np.asarray(np.isin(codes[..., 0], self._runnable).all(axis=1))
 
-def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Features], Layer]:
-    conv, norm = block.get_submodule("conv"), block.get_submodule("norm")
-    assert isinstance(conv, nn.Conv2d)
-    assert isinstance(norm, nn.BatchNorm2d)
-    return lambda x: chain(
-        x,
-        lambda h: convolution(a, conv, weights.of("conv"), h),
-        lambda h: batch_norm_relu(a, norm, weights.of("norm"), h),
-    )
+    def _lowering(self, *, trainable: bool) -> Lowering:
+        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch)
 
+    def _write_training(self, code: bytes) -> Program:
+        """The program that trains a host of this structure, [S, 5] as bytes."""
+        low, seeds = self._lowering(trainable=True), self._active(code)
+        self._clear(low, seeds)
+        (outputs,) = self._forward(low, seeds, [frozenset(seeds)])
+        if self._losses:
+            grad = low.rows(outputs.size) if outputs.needs else None
+            self._loss(low, outputs, 0, grad)
+        else:
+            low.emit(Operation.STORE, outputs.rows, Place(Space.OUTPUTS, 0, outputs.size), sizes=(outputs.size,))
+            low.a.barrier()
+            grad = low.rows(outputs.size) if outputs.needs else None
+            if grad is not None:
+                low.emit(Operation.LOAD, Place(Space.OUT_GRADS, 0, outputs.size), grad, sizes=(outputs.size,))
+        if grad is not None:
+            low.give(outputs, grad)
+            low.backward()
+        self._step(low, seeds)
+        return low.a.program()
 
-def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None, smoothing: float = 0.0) -> None:
-    operands = logits.rows, Place(Space.LABELS, 0), Place(Space.TOTALS, 2 * state), grad
-    a.emit(Operation.CROSS_ENTROPY, *operands, sizes=(logits.channels,), numbers=(smoothing,))
+    def _write_step(self, code: bytes) -> Program:
+        """The optimizer step alone, for a host whose gradients PyTorch has computed."""
+        low = self._lowering(trainable=True)
+        self._step(low, self._active(code))
+        return low.a.program()
 
+    def _write_measuring(self, code: bytes, sets: bytes, count: int) -> tuple[Program, tuple[int, ...]]:
+        """The program that measures it in coalitions, [count, S] bool as bytes; the state of each coalition."""
+        low, seeds = self._lowering(trainable=False), self._active(code)
+        rows = np.frombuffer(sets, dtype=np.bool_).reshape(count, -1).tolist()
+        states = [
+            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on) & seeds.keys()
+            for row in rows
+        ]
+        outputs = self._forward(low, seeds, states)
+        state_of = {id(value): k for k, value in enumerate(dict.fromkeys(outputs))}
+        for k, value in enumerate(dict.fromkeys(outputs)):
+            if self._losses:
+                self._loss(low, value, k, None)
+            else:
+                place = Place(Space.OUTPUTS, k * value.size, value.size)
+                low.emit(Operation.STORE, value.rows, place, sizes=(value.size,))
+        return low.a.program(), tuple(state_of[id(value)] for value in outputs)
 
-def _step(a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> None:
-    """A host is clipped by the norm of its gradient, a seed together with its gate."""
-    rate = Place(Space.RATE, 0)
-    clipped_step(a, optimizer, optimizer.host_lr, rate, [(Space.HOST, layout.layout.total)], Place(Space.DECAY, 0))
-    for seed in seeds.values():
+    def _forward(self, low: Lowering, seeds: Mapping[str, ActiveSeed], states: Sequence[State]) -> list[Value]:
+        x = low.make(*self._inputs)
+        low.emit(Operation.LOAD, Place(Space.INPUTS, 0, x.size), x.rows, sizes=(x.size,))
+        grads = int(Space.HOST_GRADS) if low.trainable else None
+        outputs = self._host.write(
+            low, (Space.HOST, grads, Space.HOST_BUFFERS), x, states=states,
+            at_slot=lambda slot_id, h: seeds[slot_id].write(low, h),
+        )  # fmt: skip
+        if not all(value.leads for value in outputs):
+            raise NoRuleError("outputs whose first axis is not that of the examples")
+        return outputs
+
+    def _loss(self, low: Lowering, logits: Value, state: int, grad: Rows | None) -> None:
+        *positions, classes = logits.features
+        count = int(np.prod(positions))
+        operands = logits.rows, Place(Space.LABELS, 0, count), Place(Space.TOTALS, 3 * state, 3), grad
+        low.emit(Operation.CROSS_ENTROPY, *operands, low.rows(3), sizes=(classes, count), numbers=(self._smoothing,))
+
+    def _clear(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
+        for space, count in self._rows(seeds):
+            low.emit(Operation.CLEAR, Place(space + 1, 0, count))
+
+    def _rows(self, seeds: Mapping[str, ActiveSeed]) -> list[tuple[int, int]]:
+        """The spaces of everything that is trained, and the numbers in them."""
+        found = [(int(Space.HOST), self._host.parameters.total)]
+        for seed in seeds.values():
+            found += self._rows_of(seed)
+        return found
+
+    @staticmethod
+    def _rows_of(seed: ActiveSeed) -> list[tuple[int, int]]:
+        found = []
         if seed.trainable:
-            rows = [(slot_space(seed.s, SlotSpace.SEED), seed.seed.layout.total)]
+            found.append((slot_space(seed.s, SlotSpace.SEED), seed.seed.parameters.total))
             if seed.gate_trainable and seed.gate is not None:
-                rows.append((slot_space(seed.s, SlotSpace.GATE), seed.gate.layout.total))
-            clipped_step(a, optimizer, optimizer.seed_lr, Place(Space.RATE, 1 + seed.s), rows, None)
+                found.append((slot_space(seed.s, SlotSpace.GATE), seed.gate.parameters.total))
+        return found
 
+    def _step(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
+        """A host is clipped by the norm of its gradient, a seed together with its gate."""
+        optimizer, total = self._optimizer, self._host.parameters.total
+        rate, decay = Place(Space.RATE, 0, 1), Place(Space.DECAY, 0, total)
+        clipped_step(low.a, optimizer, optimizer.host_lr, rate, [(Space.HOST, total)], decay)
+        for seed in seeds.values():
+            if seed.trainable:
+                rate = Place(Space.RATE, 1 + seed.s, 1)
+                clipped_step(low.a, optimizer, optimizer.seed_lr, rate, self._rows_of(seed), None)
 
-def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:
-    """The features after a slot (`kasmina.blending`). A seed reads them but sends no gradient upstream through them."""
-    delta, seed_backward = seed.run(a, seed.seed, SlotSpace.SEED, seed.trainable, h)
-    expect("shape of a seed's output", delta.shape, h.shape)
-    gate: Rows | None = None
-    if seed.algorithm is Algorithm.GATE:
-        assert seed.gate is not None
-        gated, gate_backward = seed.run(a, seed.gate, SlotSpace.GATE, seed.gate_trainable, h)
-        expect("shape of a gate's output", gated.shape, (1, 1, 1))
-        gate = gated.rows
-    alpha, sizes = Place(slot_space(seed.s, SlotSpace.ALPHA), 0), (h.rows.size, _BLEND_CODES[seed.algorithm])
-    y = h
-    if seed.active:
-        y = replace(h, rows=a.rows(h.rows.size))
-        a.emit(Operation.BLEND, h.rows, delta.rows, gate, alpha, y.rows, sizes=sizes)
-
-    def backward(g: Rows, needs_input_grad: bool) -> Rows:
-        delta_grad = a.rows(h.rows.size) if seed.trainable else None
-        gate_grad = a.rows(1) if seed.gate_trainable else None
-        if seed.trainable or (seed.active and seed.algorithm is Algorithm.MULTIPLY):
-            factors = seed.algorithm is Algorithm.MULTIPLY
-            own, change = h.rows if factors else None, delta.rows if factors or seed.gate_trainable else None
-            a.emit(
-                Operation.BLEND_BACKWARD, own, change, gate, alpha, g, delta_grad, gate_grad,
-                sizes=sizes, flag=seed.active,
-            )  # fmt: skip
-        if delta_grad is not None:
-            seed_backward(delta_grad, False)
-        if gate_grad is not None:
-            gate_backward(gate_grad, False)
-        return g
-
-    return y, backward
+    def _active(self, code: bytes) -> dict[str, ActiveSeed]:
+        seeds = {}
+        for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, _FIELDS).tolist()):
+            blueprint, algorithm, *flags = row
+            if blueprint != _NOTHING:
+                slot_id, (active, *_) = self._points[s].slot_id, map(bool, flags)
+                seeds[slot_id] = ActiveSeed(
+                    s, self._seeds[slot_id, blueprint], self._gates[slot_id], Algorithm(algorithm), *map(bool, flags),
+                    isolated=not active or self._population.family is HostFamily.CNN,
+                )  # fmt: skip
+        return seeds
 
 
 def clipped_step(
@@ -402,101 +332,40 @@ def clipped_step(
     """
     factor = a.numbers(1)
     for k, (space, count) in enumerate(rows):
-        a.emit(Operation.SQUARE_NORM, Place(space + 1, 0), factor, sizes=(count,), flag=k > 0)
+        a.emit(Operation.SQUARE_NORM, Place(space + 1, 0, count), factor, sizes=(count,), flag=k > 0)
     a.emit(Operation.CLIP, factor, numbers=(spec.grad_clip,))
     for space, count in rows:
-        weights, gradient, *moments = (Place(space + k, 0) for k in range(5))
+        weights, gradient, *moments = (Place(space + k, 0, count) for k in range(4))
         operands = rate_factor, factor, gradient, mask, weights
         if spec.kind == "sgd":
             rates: tuple[float, ...] = (rate, spec.sgd_weight_decay, spec.momentum)
             a.emit(Operation.SGD, *operands, moments[0], sizes=(count,), numbers=rates)
         else:
             rates = (rate, spec.adamw_weight_decay, *spec.betas, spec.eps)
-            a.emit(Operation.ADAMW, *operands, *moments, sizes=(count,), numbers=rates, flag=spec.kind == "adam")
+            a.emit(Operation.ADAMW, *operands, *moments, Place(space + 4, 0, 1), sizes=(count,), numbers=rates,
+                   flag=spec.kind == "adam")  # fmt: skip
 
 
 _FIELDS = 5
 """Numbers of a slot in a structure code: blueprint, algorithm, active, trainable, gate_trainable."""
 _NOTHING = -1
 CACHED_PROGRAMS: Final = 2048
-"""Programs of each kind in the cache: each takes about ten kilobytes, and two milliseconds to write."""
+"""Programs of each kind in the cache: each takes some tens of kilobytes, and a few milliseconds to write."""
 
 
-@final
-class Programs:
-    """The programs of a population, cached by the structure of the host (`structure_codes`).
+def _known(kind: Kind, h: Tensor) -> Graphs:
+    """`graphs_of` a seed or gate, found once per process; raises NoRuleError."""
 
-    `refused` maps each blueprint without a rule in some slot to the reason.
+    def find() -> Graphs | NoRuleError:
+        try:
+            return graphs_of(kind, h)
+        except NoRuleError as error:
+            return error
 
-    Raises:
-        ConfigError: the host has no rule.
-    """
-
-    def __init__(self, population: Population, height: int, width: int, label_smoothing: float = 0.0) -> None:
-        self._points, host = population.points, population.host_module
-        if reason := host_problem(host):
-            raise ConfigError(
-                f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
-            )
-        assert isinstance(host, CNNHost), "the only host with rules"
-        template = population.host_kind.template
-        self._host = HostLayout(host, template.parameters, template.buffers, height, width)
-        self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}
-        self._seeds: dict[tuple[int, int], Module] = {}
-        self.refused: dict[str, str] = {}
-        names = {index: registry.blueprint_at(index, population.family).name for _, index in population.seed_kinds}
-        for (channels, index), kind in population.seed_kinds.items():
-            module, reason = _tried(registry.blueprint_at(index, population.family), channels)
-            self._seeds[channels, index] = Module(module, kind.template.parameters)
-            if reason is not None:
-                self.refused[names[index]] = reason
-        self._runnable = [_NOTHING, *(index for index, name in names.items() if name not in self.refused)]
-        self._optimizer, self._smoothing = population.optimizer_spec, label_smoothing
-        self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
-        self.step = lru_cache(CACHED_PROGRAMS)(self._write_step)
-        self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
-
-    def can_run(self, codes: np.ndarray) -> np.ndarray:
-        """[N]: hosts whose seeds all have rules; `codes` is [N, S, 5]."""
-        return np.asarray(np.isin(codes[..., 0], self._runnable).all(axis=1))
-
-    def _write_training(self, code: bytes) -> Program:
-        """The program that trains a host of this structure, [S, 5] as bytes."""
-        return training_program(self._host, self._active(code), self._optimizer, self._smoothing)
-
-    def _write_step(self, code: bytes) -> Program:
-        """The optimizer step of such a host."""
-        return step_program(self._host, self._active(code), self._optimizer)
-
-    def _write_measuring(self, code: bytes, steps: tuple[PrefixStep, ...]) -> Program:
-        """The program that measures it in the states of a plan."""
-        by_slot = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
-        return measuring_program(self._host, self._active(code), by_slot)
-
-    def _active(self, code: bytes) -> dict[str, ActiveSeed]:
-        seeds = {}
-        for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, _FIELDS).tolist()):
-            blueprint, algorithm, *flags = row
-            if blueprint != _NOTHING:
-                point = self._points[s]
-                seed, gate = self._seeds[point.channels, blueprint], self._gates[point.channels]
-                seeds[point.slot_id] = ActiveSeed(s, seed, gate, Algorithm(algorithm), *map(bool, flags))
-        return seeds
-
-
-@lru_cache(maxsize=1024)
-def _tried(blueprint: AbstractBlueprint, channels: int) -> tuple[nn.Module, str | None]:
-    """A seed, and why it has no rule (None: it has one); tried once per process."""
-    module = deterministic_build(lambda: blueprint.build(channels))
-    return module, problem(module) or disagreement(module, channels)
-
-
-@lru_cache(maxsize=1024)
-def _gate(channels: int) -> nn.Module:
-    gate = deterministic_build(lambda: GateNetwork(channels))
-    if reason := disagreement(gate, channels):
-        raise ConfigError(f"compiled C++ disagrees with PyTorch about gates ({reason}); set executor to 'streamed'.")
-    return gate
+    found = once(kind.source, (kind.template.parameters.total, *h.shape), "graphs", find)
+    if isinstance(found, NoRuleError):
+        raise found
+    return found
 
 
 def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
@@ -509,27 +378,30 @@ def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
     return codes
 
 
-def population_spaces(population: Population, alpha: Tensor) -> Spaces:
-    """The spaces of all hosts, without a batch and gradients. The caller keeps `alpha` [N, S] alive."""
+def population_spaces(population: Population, alpha: Tensor, constants: Tensor) -> Spaces:
+    """The spaces of all hosts, without a batch and gradients. The caller keeps `alpha` [N, S] and `constants` alive."""
     p, spaces = population, Spaces(population.num_envs, num_spaces(population.num_slots))
+    spaces.share(Space.CONSTANTS, constants)
     spaces.rows(Space.HOST, p.host.params)
     spaces.rows(Space.HOST_BUFFERS, p.host.buffers)
     for s in range(p.num_slots):
         rows = np.arange(p.num_envs) * p.num_slots + s
         spaces.rows(slot_space(s, SlotSpace.SEED), p.seeds.params, rows)
+        spaces.rows(slot_space(s, SlotSpace.SEED_BUFFERS), p.seeds.buffers, rows)
         spaces.rows(slot_space(s, SlotSpace.GATE), p.gates.params, rows)
         spaces.rows(slot_space(s, SlotSpace.ALPHA), alpha.view(-1), rows)
     return spaces
 
 
 def training_spaces(
-    population: Population, alpha: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor, lr_factors: Tensor
-) -> Spaces:
+    population: Population, alpha: Tensor, constants: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor,
+    lr_factors: Tensor,
+) -> Spaces:  # fmt: skip
     """The same for a train pass, in which trained rows lie in working copies.
 
     `decay` and `lr_factors` (`HostData.lr_factors`) are float32.
     """
-    spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
+    spaces, everyone = population_spaces(population, alpha, constants), np.arange(population.num_envs)
     spaces.share(Space.DECAY, decay)
     spaces.rows(Space.RATE, lr_factors)
     _trained(spaces, hosts, Space.HOST, everyone, everyone)

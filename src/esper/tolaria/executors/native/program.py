@@ -41,7 +41,7 @@ Operation = IntEnum(
     "CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD MULTIPLY MULTIPLY_INPUT_GRAD MULTIPLY_WEIGHT_GRAD "  # convolution.h
     "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED "  # layers.h
     "EMBED EMBED_WEIGHT_GRAD ATTEND ATTEND_BACKWARD PRODUCT RUNNING_SUM SELECT DROP "  # sequences.h
-    "CLEAR LOAD COPY FILL COMBINE AFFINE SUM SPREAD SPREAD_BACKWARD BLEND BLEND_BACKWARD CROSS_ENTROPY "  # tensors.h
+    "CLEAR LOAD STORE BARRIER COPY FILL COMBINE AFFINE SUM SPREAD SPREAD_BACKWARD BLEND BLEND_BACKWARD CROSS_ENTROPY "  # tensors.h
     "SQUARE_NORM CLIP SGD ADAMW",  # optimizers.h
     start=0,
 )
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 ROWS, LOCAL, NUMBERS, SCRATCH, NUM_WORKING = range(5)
-_HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD)
+_HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD, Operation.BARRIER)
 """Operations that a chunk begins, and ends only when all chunks have begun it."""
 _CACHED_NUMBERS = 2**20
 """Numbers of the features of a chunk."""
@@ -163,6 +163,10 @@ class Assembler:
         """Note that features of this shape are normalized over each of so many groups of them."""
         if math.prod(shape) == groups:
             self._single = shape
+
+    def barrier(self) -> None:
+        """End the program here; `Program.rest` goes on when the caller has the gradients of the outputs."""
+        self.emit(Operation.BARRIER)
 
     def program(self) -> Program:
         """The program written so far."""

@@ -24,7 +24,7 @@ BATCH: Final = 5
 
 _library = torch.library.Library("esper", "FRAGMENT")
 for _schema, _meaning in (
-    ("slot(Tensor x, str name) -> Tensor", lambda x, name: x.clone()),
+    ("slot(str name, Tensor x) -> Tensor", lambda name, x: x.clone()),
     ("dropout(Tensor x, float p, bool channels) -> Tensor", lambda x, p, channels: x.clone()),
     ("dropped_attention(Tensor q, Tensor k, Tensor v, float p) -> Tensor", lambda q, k, v, p: v.clone()),
 ):

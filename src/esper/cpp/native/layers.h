@@ -8,7 +8,7 @@
 #include "lanes.h"
 
 // X(name, operands): see program.cpp.
-#define ESPER_LAYERS(X) X(BATCH_NORM, "xxxxxXXx") X(BATCH_NORM_BACKWARD, "xxxxxXXx") X(BATCH_NORM_FIXED, "xxxxxx")
+#define ESPER_LAYERS(X) X(BATCH_NORM, "xxxxxXXx") X(BATCH_NORM_BACKWARD, "xxxxxXXx") X(BATCH_NORM_FIXED, "xxxxxx") X(GROUP_NORM, "xxxxxxx") X(GROUP_NORM_BACKWARD, "xxxxxxxxxx") X(ACTIVATE, "xx") X(ACTIVATE_BACKWARD, "xx") X(MAX_POOL, "xxx") X(MAX_POOL_BACKWARD, "xxx")
 
 namespace esper {
 
@@ -411,5 +411,13 @@ template <class T> void run_BATCH_NORM_FIXED(const Call<T>& c) {
     batch_norm_fixed<T>(c.n[0], c.n[1], T(c.number[0]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5], c.chunk.lanes,
                         c.chunk.stride);
 }
+
+
+template <class T> void run_GROUP_NORM(const Call<T>& c) { group_norm<T>(c.n[0], c.n[1], c.n[2], c.flag, T(c.number[0]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5], c.p[6], c.chunk.lanes, c.chunk.stride); }
+template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) { group_norm_backward<T>(c.n[0], c.n[1], c.n[2], c.flag, c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5], c.p[6], c.p[7], c.p[8], c.p[9], c.chunk.lanes, c.chunk.stride); }
+template <class T> void run_ACTIVATE(const Call<T>& c) { activate<T>(c.n[0], c.flag, c.p[0], c.p[1], c.chunk.lanes, c.chunk.stride); }
+template <class T> void run_ACTIVATE_BACKWARD(const Call<T>& c) { activate_backward<T>(c.n[0], c.flag, c.p[0], c.p[1], c.chunk.lanes, c.chunk.stride); }
+template <class T> void run_MAX_POOL(const Call<T>& c) { max_pool<T>(c.n[0], c.n[1], c.n[2], c.p[0], c.p[1], c.p[2], c.chunk.lanes, c.chunk.stride); }
+template <class T> void run_MAX_POOL_BACKWARD(const Call<T>& c) { max_pool_backward<T>(c.n[0], c.n[1], c.n[2], c.p[0], c.p[1], c.p[2], c.chunk.lanes, c.chunk.stride); }
 
 }  // namespace esper

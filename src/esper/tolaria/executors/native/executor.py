@@ -113,7 +113,7 @@ class NativeExecutor(NetworkExecutor):
 
     def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the hosts that run [N] those that compiled C++ runs, and those that PyTorch runs."""
-        native = self._programs.can_run(codes)
+        native = self._networks.can_run(codes)
         return np.flatnonzero(native & runs), np.flatnonzero(~native & runs)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:

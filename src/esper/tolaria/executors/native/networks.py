@@ -241,7 +241,7 @@ class Networks:
         low, seeds = self._lowering(trainable=False), self._active(code)
         rows = np.frombuffer(sets, dtype=np.bool_).reshape(count, -1).tolist()
         states = [
-            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on) & seeds.keys()
+            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on and point.slot_id in seeds)
             for row in rows
         ]
         outputs = self._forward(low, seeds, states)

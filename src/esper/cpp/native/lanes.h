@@ -46,8 +46,11 @@ enum Half { SUMS_OF_BATCH = 1, FEATURES = 2, BOTH = 3 };
 constexpr int SIZES = 26, NUMBERS_GIVEN = 6, OPERANDS = 12;
 
 // Working memory: rows of lanes of each chunk, those that all chunks share, single numbers, and memory of one
-// instruction. Then what each example of a batch has; `Pass` may gather inputs and labels.
-enum Space : int32_t { NOTHING = -1, ROWS, LOCAL, NUMBERS, SCRATCH, INPUTS, LABELS, OUTPUTS, OUT_GRADS, IN_GRADS };
+// instruction. Then what each example of a batch has; `Pass` may gather inputs and labels. Then the keys of masks of
+// dropout, those of one batch after those of another.
+enum Space : int32_t {
+    NOTHING = -1, ROWS, LOCAL, NUMBERS, SCRATCH, INPUTS, LABELS, OUTPUTS, OUT_GRADS, IN_GRADS, KEYS
+};
 
 struct Instruction {
     int32_t operation, flag;

@@ -117,6 +117,7 @@ struct Examples {
     int64_t first;         // number of the first batch in its pass
     int64_t outputs_each;  // numbers of an example in OUTPUTS and OUT_GRADS
     int64_t goes_on;       // a program goes on behind its barrier, with the rows of the same thread
+    int64_t keys_each;     // numbers of each batch in KEYS
 };
 
 // The working memory of one thread, and their sizes in bytes.
@@ -164,15 +165,18 @@ template <class T> class Pass {
         if (examples_.images) batch_[INPUTS] = address(memory_.images), batch_[LABELS] = address(memory_.labels);
         lanes_ = -1;
         number_ = examples_.first;
+        next_keys(number_);
         if (!examples_.images) return run_batch(h, static_cast<int>(examples_.batch), true);
         for (int64_t start = 0; start < examples_.count; start += examples_.batch) {
             const int found = left(h, start);
             if (!found) break;
             const int lanes = examples_.padded ? stride_of(found) : found;
             if (!gather(h, start, found, lanes)) return NO_SUCH_EXAMPLE;
-            // the first batch is the largest: what fits it fits the others
-            if (const int64_t failed = run_batch(h, lanes, start == 0); failed != DONE) return failed;
+            // the first batch is the largest: what fits it fits the others, unless it was the last one with keys
+            if (const int64_t failed = run_batch(h, lanes, start == 0 || examples_.keys_each); failed != DONE)
+                return failed;
             ++number_;
+            next_keys(1);
         }
         return DONE;
     }
@@ -200,6 +204,14 @@ template <class T> class Pass {
             }
         }
         return DONE;
+    }
+
+    // Passes over the keys of so many batches.
+    void next_keys(int64_t batches) {
+        if (!examples_.keys_each) return;
+        const int64_t bytes = batches * examples_.keys_each * int64_t(sizeof(int64_t));
+        base_[KEYS] += bytes;
+        size_[KEYS] -= bytes;
     }
 
     // Gives the host the rows of a chunk that begins after so many lanes.

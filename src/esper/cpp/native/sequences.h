@@ -1,9 +1,514 @@
-// Sequences: embeddings, attention, dropout, on rows of lanes [T][D].
+// Sequences, on rows of lanes [T][D]: embeddings, attention, products of two activations, sums of the past, dropout.
+//
+// A product of two activations multiplies row by row: numbers of an example meet only numbers of the same example.
+// Tiles of 4 x 4 rows stay in registers, so that each row that is read serves four products.
 
 #pragma once
 
 #include "lanes.h"
 
-#define ESPER_SEQUENCES(X)
+#include <algorithm>
 
-namespace esper {}
+// X(name, operands): see program.cpp.
+#define ESPER_SEQUENCES(X)                                                                                             \
+    X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")                \
+    X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(DROP, "xlx")
+
+namespace esper {
+
+// -- embedding --------------------------------------------------------------------------------------------------------
+
+// n = {tokens, entries of the table, numbers of each}: a token that the table lacks becomes NaN.
+template <class T> void run_EMBED(const Call<T>& c) {
+    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const T* table = c.p[1];
+    for (int t = 0; t < tokens; ++t)
+        for (int at = 0; at < lanes; at += 16) {
+            const T* token = c.p[0] + int64_t(t) * stride + at;
+            int32_t entry[16];
+            T wrong[16];
+            for (int l = 0; l < 16; ++l) {
+                const bool known = token[l] >= T(0) && token[l] < T(entries);
+                entry[l] = known ? int32_t(token[l]) * each : 0;
+                wrong[l] = known ? T(0) : std::numeric_limits<T>::quiet_NaN();
+            }
+            T* y = c.p[2] + int64_t(t) * each * stride + at;
+            const int own = std::min(16, lanes - at);
+            for (int d = 0; d < each; ++d, y += stride) {
+                if (own == 16) {
+#pragma omp simd
+                    for (int l = 0; l < 16; ++l) y[l] = table[entry[l] + d] + wrong[l];
+                } else {
+#pragma omp simd
+                    for (int l = 0; l < own; ++l) y[l] = table[entry[l] + d] + wrong[l];
+                }
+            }
+        }
+}
+
+// The same; flag: the token whose entry gets no gradient, or -1. Adds in the order of tokens, then of examples.
+template <class T> void run_EMBED_WEIGHT_GRAD(const Call<T>& c) {
+    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], stride = c.chunk.stride;
+    for (int t = 0; t < tokens; ++t)
+        for (int lane = 0; lane < c.chunk.lanes; ++lane) {
+            const T token = c.p[0][int64_t(t) * stride + lane];
+            if (!(token >= T(0) && token < T(entries)) || int32_t(token) == c.flag) continue;
+            const T* g = c.p[1] + int64_t(t) * each * stride + lane;
+            T* grad = c.p[2] + int64_t(token) * each;
+#pragma omp simd
+            for (int d = 0; d < each; ++d) grad[d] += g[d * stride];
+        }
+}
+
+// -- masks of dropout (esper.kasmina.parameters.dropout) --------------------------------------------------------------
+
+// The numbers of one mask, which is in the order [example][element]: numbers of 16 bits, four from each word.
+struct Draw {
+    uint64_t key;
+    int64_t each;   // elements of an example
+    int64_t limit;  // the smallest number of 16 bits, with sign, whose element is kept
+
+    static uint64_t mixed(uint64_t z) {  // SplitMix64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        return z ^ (z >> 31);
+    }
+
+    // The numbers of four elements of N examples, the first ones in the low bits. `first` is the element of the first
+    // example, counted from the beginning of the mask. They lie in two words unless a multiple of four comes first.
+    template <int N> void four(int64_t first, uint64_t* bits) const {
+        constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+        if (each % 4 == 0 && first % 4 == 0) {
+            const uint64_t start = key + (first / 4 + 1) * GOLDEN, step = each / 4 * GOLDEN;
+#pragma omp simd
+            for (int l = 0; l < N; ++l) bits[l] = mixed(start + l * step);
+            return;
+        }
+#pragma omp simd
+        for (int l = 0; l < N; ++l) {
+            const uint64_t element = first + l * each, z = key + ((element >> 2) + 1) * GOLDEN, low = (element & 3) * 16;
+            bits[l] = mixed(z) >> low | (mixed(z + GOLDEN) << 1) << (63 - low);
+        }
+    }
+
+    // 1 for those of N examples whose element k of four is kept, else 0.
+    template <int N, class T> void kept(const uint64_t* bits, int k, T one, T* to) const {
+        const int64_t least = limit * (int64_t(1) << 48);
+        const int up = 48 - 16 * k;
+#pragma omp simd
+        for (int l = 0; l < N; ++l) to[l] = int64_t(bits[l] << up) >= least ? one : T(0);
+    }
+};
+
+// n = {elements of a mask per example, rows of each}, number = {limit, factor of what is kept}. A backward pass as well.
+template <class T> void run_DROP(const Call<T>& c) {
+    const int each = c.n[0], inner = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const Draw draw = {uint64_t(*c.template as<int64_t>(1)), each, int64_t(c.number[0])};
+    const T factor = T(c.number[1]);
+    uint64_t bits[16];
+    T kept[16];
+    for (int e = 0; e < each; e += 4)
+        for (int at = 0; at < lanes; at += 16) {
+            draw.four<16>(int64_t(c.chunk.before + at) * each + e, bits);
+            for (int k = 0; k < std::min(4, each - e); ++k) {
+                draw.kept<16>(bits, k, factor, kept);
+                const int64_t begin = int64_t(e + k) * inner * stride + at;
+                for (int r = 0; r < inner; ++r) {  // what is beyond the lanes is zero and stays so
+                    const T* x = c.p[0] + begin + int64_t(r) * stride;
+                    T* y = c.p[2] + begin + int64_t(r) * stride;
+#pragma omp simd
+                    for (int l = 0; l < 16; ++l) y[l] = x[l] * kept[l];
+                }
+            }
+        }
+}
+
+// -- attention --------------------------------------------------------------------------------------------------------
+
+// exp of what is at most zero.
+inline wide<float> exp_below(wide<float> x) {
+    typedef int32_t bits __attribute__((vector_size(BYTES)));
+    const wide<float> zero = {}, lowest = zero - 86.0f, shift = zero + 12582912.0f;  // see exp_of
+    const auto under = x < lowest;
+    x = under ? lowest : x;
+    const wide<float> shifted = x * 1.44269504088896341f + shift, n = shifted - shift;
+    const wide<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    wide<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const bits power = (bits_of<bits>(shifted) << 23) + (127 << 23);
+    return under ? zero : p * bits_of<wide<float>>(power);
+}
+
+inline wide<double> exp_below(wide<double> x) {
+    for (int i = 0; i < width<double>(); ++i) x[i] = std::exp(x[i]);
+    return x;
+}
+
+constexpr int TILE = 4, FEW_KEYS = 16;
+
+template <class T> struct Attention {
+    int heads, queries, keys, size;  // `size`: numbers of a query, key or value
+    bool causal;
+    T scale;
+    const T* mask;  // added to the scores [heads][queries][keys]; null: nothing
+    int64_t per_head;  // numbers from the mask of one head to that of the next one
+    const int64_t* draw;  // keys of the masks of dropout, one for each part of PART queries; null: no dropout
+    int64_t limit;
+    T factor;  // of weights that are kept
+    int stride, before;
+
+    static constexpr int PART = 32;
+
+    // The last key that a query sees, and one more.
+    int seen(int query) const { return causal ? std::min(keys, query + 1) : keys; }
+
+    int64_t row(int head, int count, int which) const { return (int64_t(head) * count + which) * size * stride; }
+
+    // Scores of Q queries and K keys.
+    template <int Q, int K>
+    void scores(const T* q, const T* k, int head, int query, int key, wide<T> (&s)[Q][K]) const {
+        products<Q, K>(q, k, s);
+        for (int i = 0; i < Q; ++i)
+            for (int j = 0; j < K; ++j) s[i][j] *= scale;
+        if (mask)
+            for (int i = 0; i < Q; ++i)
+                for (int j = 0; j < K; ++j) s[i][j] += mask[head * per_head + int64_t(query + i) * keys + key + j];
+        if (causal && key + K - 1 > query)
+            for (int i = 0; i < Q; ++i)
+                for (int j = 0; j < K; ++j)
+                    if (key + j > query + i) s[i][j] = wide<T>{} - std::numeric_limits<T>::infinity();
+    }
+
+    // Inner products of Q and K vectors of `size` rows.
+    template <int Q, int K> void products(const T* a, const T* b, wide<T> (&s)[Q][K]) const {
+        wide<T> sum[Q][K] = {};
+        const int64_t row = int64_t(size) * stride;
+        for (int d = 0; d < size; ++d, a += stride, b += stride) {
+            wide<T> first[Q];
+            for (int i = 0; i < Q; ++i) first[i] = load(a + i * row);
+            for (int j = 0; j < K; ++j) {
+                const wide<T> second = load(b + j * row);
+                for (int i = 0; i < Q; ++i) sum[i][j] += first[i] * second;
+            }
+        }
+        for (int i = 0; i < Q; ++i)
+            for (int j = 0; j < K; ++j) s[i][j] = sum[i][j];
+    }
+
+    // y[i] = factor[i] y[i] + sum_j p[j][i] v[j], rows D at a time; `p` [count][TILE].
+    template <int Q, int D>
+    void mix(const wide<T> (*p)[TILE], int count, const T* v, const wide<T>* factors, T* y) const {
+        const int64_t row = int64_t(size) * stride;
+        wide<T> sum[Q][D];
+        for (int i = 0; i < Q; ++i)
+            for (int d = 0; d < D; ++d) {
+                sum[i][d] = load(y + i * row + d * stride);
+                if (factors) sum[i][d] *= factors[i];
+            }
+        for (int j = 0; j < count; ++j, v += row) {
+            wide<T> value[D];
+            for (int d = 0; d < D; ++d) value[d] = load(v + d * stride);
+            for (int i = 0; i < Q; ++i) {
+                const wide<T> weight = p[j][i];
+                for (int d = 0; d < D; ++d) sum[i][d] += weight * value[d];
+            }
+        }
+        for (int i = 0; i < Q; ++i)
+            for (int d = 0; d < D; ++d) store<T>(y + i * row + d * stride, sum[i][d]);
+    }
+
+    template <int Q> void mix_all(const wide<T> (*p)[TILE], int count, const T* v, const wide<T>* factors, T* y) const {
+        int d = 0;
+        for (; d + TILE <= size; d += TILE) mix<Q, TILE>(p, count, v + d * stride, factors, y + d * stride);
+        for (; d < size; ++d) mix<Q, 1>(p, count, v + d * stride, factors, y + d * stride);
+    }
+
+    // y[j] += sum_i p[j][i] x[i]
+    template <int Q, int K> void scatter(const wide<T> (*p)[TILE], const T* x, T* y) const {
+        const int64_t row = int64_t(size) * stride;
+        wide<T> weight[K][Q];
+        for (int j = 0; j < K; ++j)
+            for (int i = 0; i < Q; ++i) weight[j][i] = p[j][i];
+        for (int d = 0; d < size; ++d, x += stride, y += stride) {
+            wide<T> value[Q];
+            for (int i = 0; i < Q; ++i) value[i] = load(x + i * row);
+            for (int j = 0; j < K; ++j) {
+                wide<T> sum = load(y + j * row);
+                for (int i = 0; i < Q; ++i) sum += weight[j][i] * value[i];
+                store<T>(y + j * row, sum);
+            }
+        }
+    }
+
+    // Multiplies weights `p` [count][TILE] of Q queries by the mask of dropout. A mask is [example][head][query of the
+    // part][key up to the end of the part].
+    template <int Q> void drop(int head, int query, int key, int count, int at, wide<T> one, wide<T> (*p)[TILE]) const {
+        constexpr int N = width<T>();
+        const int first = query / PART * PART, end = std::min(first + PART, queries);
+        const int64_t each = int64_t(heads) * (end - first) * end;
+        const Draw part = {uint64_t(draw[query / PART]), each, limit};
+        uint64_t bits[N];
+        T kept[N];
+        for (int i = 0; i < Q; ++i) {
+            const int64_t begin = (before + at) * each + (int64_t(head) * (end - first) + query + i - first) * end + key;
+            for (int j = 0; j < count; j += 4) {
+                part.four<N>(begin + j, bits);
+                for (int k = 0; k < std::min(4, count - j); ++k) {
+                    part.kept<N>(bits, k, one[0], kept);
+                    p[j + k][i] *= load(kept);
+                }
+            }
+        }
+    }
+
+    // Q queries and the keys of a block. `top` and `sum` are the largest score and the sum of exp(score - top) so far.
+    template <int Q>
+    void forward(const T* q, const T* k, const T* v, int head, int query, int begin, int end, int at, wide<T>* top,
+                 wide<T>* sum, T* y) const {
+        wide<T> p[FEW_KEYS][TILE], best[Q], factors[Q];
+        for (int i = 0; i < Q; ++i) best[i] = top[i];
+        end = std::min(end, seen(query + Q - 1));
+        const int count = end - begin;
+        const auto tile = [&](auto some, int j) {
+            constexpr int K = decltype(some)::value;
+            wide<T> s[Q][K];
+            scores<Q, K>(q, k + row(0, 0, j), head, query, begin + j, s);
+            for (int i = 0; i < Q; ++i)
+                for (int m = 0; m < K; ++m) {
+                    best[i] = s[i][m] > best[i] ? s[i][m] : best[i];
+                    p[j + m][i] = s[i][m];
+                }
+        };
+        int j = 0;
+        for (; j + TILE <= count; j += TILE) tile(std::integral_constant<int, TILE>{}, j);
+        for (; j < count; ++j) tile(std::integral_constant<int, 1>{}, j);
+        for (int i = 0; i < Q; ++i) {
+            // no key so far: any finite number will do
+            const wide<T> base = best[i] == -std::numeric_limits<T>::infinity() ? wide<T>{} : best[i];
+            factors[i] = exp_below(top[i] - base);
+            top[i] = best[i];
+            wide<T> more = sum[i] * factors[i];
+            for (j = 0; j < count; ++j) more += p[j][i] = exp_below(p[j][i] - base);
+            sum[i] = more;
+        }
+        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + T(1), p);
+        mix_all<Q>(p, count, v, factors, y);
+    }
+
+    // `stats` (null: not kept) [2][heads][queries]: the largest score, and 1 / the sum of exp(score - largest).
+    void run(const T* q, const T* k, const T* v, T* y, T* stats, int lanes) const {
+        constexpr int BLOCK = 16;
+        std::memset(y, 0, sizeof(T) * row(heads, queries, 0));
+        for (int at = 0; at < stride; at += width<T>())
+            for (int head = 0; head < heads; ++head)
+                for (int first = 0; first < queries; first += BLOCK) {
+                    const int last = std::min(first + BLOCK, queries);
+                    wide<T> top[BLOCK], sum[BLOCK] = {};
+                    for (auto& x : top) x = wide<T>{} - std::numeric_limits<T>::infinity();
+                    for (int begin = 0; begin < seen(last - 1); begin += FEW_KEYS) {
+                        const int end = std::min(begin + FEW_KEYS, keys);
+                        const T *key = k + row(head, keys, begin) + at, *value = v + row(head, keys, begin) + at;
+                        for (int t = first; t < last;) {
+                            const int count = t + TILE <= last ? TILE : 1, i = t - first;
+                            const int64_t here = row(head, queries, t) + at;
+                            if (begin < seen(t + count - 1)) {
+                                if (count == TILE)
+                                    forward<TILE>(q + here, key, value, head, t, begin, end, at, top + i, sum + i, y + here);
+                                else
+                                    forward<1>(q + here, key, value, head, t, begin, end, at, top + i, sum + i, y + here);
+                            }
+                            t += count;
+                        }
+                    }
+                    for (int t = first; t < last; ++t) {
+                        const wide<T> inverse = T(1) / sum[t - first], scaled = inverse * factor;
+                        T* out = y + row(head, queries, t) + at;
+                        for (int d = 0; d < size; ++d, out += stride) store<T>(out, load(out) * scaled);
+                        if (!stats) continue;
+                        T* to = stats + (int64_t(head) * queries + t) * stride + at;
+                        store_lanes<T>(to, top[t - first], lanes - at);
+                        store_lanes<T>(to + int64_t(heads) * queries * stride, inverse, lanes - at);
+                    }
+                }
+    }
+
+    // Q queries and `count` keys. `delta` [Q]: inner product of the output and its gradient.
+    template <int Q>
+    void backward(const T* q, const T* k, const T* v, const T* g, int head, int query, int begin, int end, int at,
+                  const T* stats, const T* delta, T* grad_q, T* grad_k, T* grad_v) const {
+        wide<T> p[FEW_KEYS][TILE], of_score[FEW_KEYS][TILE], top[Q], inverse[Q], inner[Q];
+        const int count = std::min(end, seen(query + Q - 1)) - begin;
+        for (int i = 0; i < Q; ++i) {
+            const T* own = stats + (int64_t(head) * queries + query + i) * stride + at;
+            top[i] = load(own), inverse[i] = load(own + int64_t(heads) * queries * stride);
+            inner[i] = load(delta + i * width<T>());
+        }
+        const auto tile = [&](auto some, int j) {
+            constexpr int K = decltype(some)::value;
+            wide<T> s[Q][K];
+            scores<Q, K>(q, k + row(0, 0, j), head, query, begin + j, s);
+            for (int i = 0; i < Q; ++i)
+                for (int m = 0; m < K; ++m) p[j + m][i] = exp_below(s[i][m] - top[i]) * inverse[i];
+            products<Q, K>(g, v + row(0, 0, j), s);
+            for (int i = 0; i < Q; ++i)
+                for (int m = 0; m < K; ++m) of_score[j + m][i] = s[i][m];
+        };
+        int j = 0;
+        for (; j + TILE <= count; j += TILE) tile(std::integral_constant<int, TILE>{}, j);
+        for (; j < count; ++j) tile(std::integral_constant<int, 1>{}, j);
+        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + factor, of_score);
+        for (j = 0; j < count; ++j)
+            for (int i = 0; i < Q; ++i) of_score[j][i] = p[j][i] * (of_score[j][i] - inner[i]) * scale;
+        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + factor, p);
+        mix_all<Q>(of_score, count, k, nullptr, grad_q);
+        for (j = 0; j + TILE <= count; j += TILE) {
+            scatter<Q, TILE>(of_score + j, q, grad_k + row(0, 0, j));
+            scatter<Q, TILE>(p + j, g, grad_v + row(0, 0, j));
+        }
+        for (; j < count; ++j) {
+            scatter<Q, 1>(of_score + j, q, grad_k + row(0, 0, j));
+            scatter<Q, 1>(p + j, g, grad_v + row(0, 0, j));
+        }
+    }
+
+    // `delta` [queries][width]: scratch.
+    void run_backward(const T* q, const T* k, const T* v, const T* y, const T* g, const T* stats, T* grad_q, T* grad_k,
+                      T* grad_v, T* delta) const {
+        std::memset(grad_q, 0, sizeof(T) * row(heads, queries, 0));
+        std::memset(grad_k, 0, sizeof(T) * row(heads, keys, 0));
+        std::memset(grad_v, 0, sizeof(T) * row(heads, keys, 0));
+        for (int at = 0; at < stride; at += width<T>())
+            for (int head = 0; head < heads; ++head) {
+                for (int t = 0; t < queries; ++t) {
+                    const T *out = y + row(head, queries, t) + at, *grad = g + row(head, queries, t) + at;
+                    wide<T> sum = {};
+                    for (int d = 0; d < size; ++d) sum += load(out + d * stride) * load(grad + d * stride);
+                    store<T>(delta + t * width<T>(), sum);
+                }
+                for (int begin = 0; begin < keys; begin += FEW_KEYS) {
+                    const int end = std::min(begin + FEW_KEYS, keys);
+                    const int64_t key = row(head, keys, begin) + at;
+                    for (int t = causal ? begin : 0; t < queries;) {
+                        const int count = t + TILE <= queries ? TILE : 1;
+                        const int64_t here = row(head, queries, t) + at;
+                        const auto call = [&](auto some) {
+                            backward<decltype(some)::value>(q + here, k + key, v + key, g + here, head, t, begin, end, at,
+                                                            stats, delta + t * width<T>(), grad_q + here, grad_k + key,
+                                                            grad_v + key);
+                        };
+                        if (count == TILE) call(std::integral_constant<int, TILE>{});
+                        else call(std::integral_constant<int, 1>{});
+                        t += count;
+                    }
+                }
+            }
+    }
+};
+
+// n = {heads, queries, keys, numbers of each}, flag = {1: causal, 2: a mask for each head}, number = {scale, limit and
+// factor of dropout}
+template <class T> Attention<T> attention_of(const Call<T>& c, const T* mask, const int64_t* draw) {
+    const int64_t per_head = c.flag & 2 ? int64_t(c.n[1]) * c.n[2] : 0;
+    return {c.n[0], c.n[1], c.n[2], c.n[3], (c.flag & 1) != 0, T(c.number[0]), mask, per_head, draw, int64_t(c.number[1]),
+            draw ? T(c.number[2]) : T(1), c.chunk.stride, c.chunk.before};
+}
+
+template <class T> void run_ATTEND(const Call<T>& c) {
+    attention_of<T>(c, c.p[3], c.template as<int64_t>(4)).run(c.p[0], c.p[1], c.p[2], c.p[5], c.p[6], c.chunk.lanes);
+}
+
+template <class T> void run_ATTEND_BACKWARD(const Call<T>& c) {
+    attention_of<T>(c, c.p[6], c.template as<int64_t>(7))
+        .run_backward(c.p[0], c.p[1], c.p[2], c.p[3], c.p[4], c.p[5], c.p[8], c.p[9], c.p[10], c.p[11]);
+}
+
+// -- products of two activations --------------------------------------------------------------------------------------
+
+// Q x R rows of y = a b. Strides are in numbers.
+template <class T, int Q, int R>
+inline void product_tile(int inner, const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_column,
+                         int64_t b_step, T* y, int64_t y_row, int stride) {
+    wide<T> sum[Q][R] = {};
+    for (int k = 0; k < inner; ++k, a += a_step, b += b_step) {
+        wide<T> first[Q];
+        for (int i = 0; i < Q; ++i) first[i] = load(a + i * a_row);
+        for (int j = 0; j < R; ++j) {
+            const wide<T> second = load(b + j * b_column);
+            for (int i = 0; i < Q; ++i) sum[i][j] += first[i] * second;
+        }
+    }
+    for (int i = 0; i < Q; ++i)
+        for (int j = 0; j < R; ++j) store<T>(y + i * y_row + j * stride, sum[i][j]);
+}
+
+// n = {matrices, rows, columns, inner size}: y = a b for each of them. flag = {1: a is transposed, 2: b is transposed}
+template <class T> void run_PRODUCT(const Call<T>& c) {
+    const int rows = c.n[1], columns = c.n[2], inner = c.n[3], stride = c.chunk.stride;
+    const int64_t s = stride, a_row = c.flag & 1 ? s : inner * s, a_step = c.flag & 1 ? rows * s : s;
+    const int64_t b_step = c.flag & 2 ? s : columns * s, b_column = c.flag & 2 ? inner * s : s, y_row = columns * s;
+    for (int at = 0; at < stride; at += width<T>())
+        for (int m = 0; m < c.n[0]; ++m) {
+            const T *a = c.p[0] + int64_t(m) * rows * inner * s + at, *b = c.p[1] + int64_t(m) * inner * columns * s + at;
+            T* y = c.p[2] + int64_t(m) * rows * columns * s + at;
+            const auto tile = [&](auto q, auto r, int i, int j) {
+                product_tile<T, decltype(q)::value, decltype(r)::value>(inner, a + i * a_row, a_row, a_step,
+                                                                        b + j * b_column, b_column, b_step,
+                                                                        y + i * y_row + j * s, y_row, stride);
+            };
+            const std::integral_constant<int, TILE> many;
+            const std::integral_constant<int, 1> one;
+            int i = 0;
+            for (; i + TILE <= rows; i += TILE) {
+                int j = 0;
+                for (; j + TILE <= columns; j += TILE) tile(many, many, i, j);
+                for (; j < columns; ++j) tile(many, one, i, j);
+            }
+            for (; i < rows; ++i) {
+                int j = 0;
+                for (; j + TILE <= columns; j += TILE) tile(one, many, i, j);
+                for (; j < columns; ++j) tile(one, one, i, j);
+            }
+        }
+}
+
+// -- sums of the past, constant masks ---------------------------------------------------------------------------------
+
+// n = {outer, count, inner}: y = sums over the second axis up to each place; flag: from each place on.
+template <class T> void run_RUNNING_SUM(const Call<T>& c) {
+    const int count = c.n[1];
+    const int64_t row = int64_t(c.n[2]) * c.chunk.stride;
+    for (int64_t o = 0; o < c.n[0]; ++o) {
+        const T* x = c.p[0] + o * count * row;
+        T* y = c.p[1] + o * count * row;
+        for (int m = 0; m < count; ++m) {
+            const int64_t at = (c.flag ? count - 1 - m : m) * row, before = c.flag ? at + row : at - row;
+            if (!m) {
+                std::memcpy(y + at, x + at, sizeof(T) * row);
+                continue;
+            }
+#pragma omp simd
+            for (int64_t i = 0; i < row; ++i) y[at + i] = y[before + i] + x[at + i];
+        }
+    }
+}
+
+// n = {rows}: a row of a where the mask is not zero, else of b; number[0] instead of rows that are not given.
+template <class T> void run_SELECT(const Call<T>& c) {
+    const int lanes = c.chunk.lanes;
+    for (int64_t r = 0; r < c.n[0]; ++r) {
+        const T* from = c.p[0][r] != T(0) ? c.p[1] : c.p[2];
+        T* y = c.p[3] + r * c.chunk.stride;
+        if (from) {
+            std::memcpy(y, from + r * c.chunk.stride, sizeof(T) * c.chunk.stride);
+        } else {
+            const T value = T(c.number[0]);
+            ESPER_EACH_LANE y[lane] = value;
+        }
+    }
+}
+
+}  // namespace esper

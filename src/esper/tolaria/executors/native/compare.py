@@ -8,17 +8,20 @@ from torch import Tensor, fx, nn
 
 # rules register themselves
 from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
+from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.lowering import Constants, Lowering, Value, Weight, run_graph
 from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload, cached_library
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 
-_INPUTS, _LABELS, _OUTPUTS, _OUT_GRADS, _IN_GRADS, _VALUES, _GRADS, _BUFFERS, _CONSTANTS = range(
-    NUM_WORKING, NUM_WORKING + 9
+_INPUTS, _LABELS, _OUTPUTS, _OUT_GRADS, _IN_GRADS, _KEYS, _VALUES, _GRADS, _BUFFERS, _CONSTANTS = range(
+    NUM_WORKING, NUM_WORKING + 10
 )
 _EXAMPLES = 7
 TOLERANCE = 1e-8
+_MOMENT, _HOST = Moment(run_seed=7, episode=2, t=3), torch.tensor([5])
+"""Of masks of dropout."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def by_torch(template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, tra
     own.train(training)
     leaf = row.clone().requires_grad_()
     given = x.clone().requires_grad_(x.is_floating_point())
-    own.bind(leaf, buffers, None)
+    own.bind(leaf, buffers, Draws(_MOMENT, _HOST, 0))
     inputs = given.clone() if x.is_floating_point() else x
     outputs = own(inputs, lambda slot_id, h: h) if hasattr(own.module, "execution_order") else own(inputs)
     if not training:
@@ -89,7 +92,7 @@ def by_instructions(
     tensors = {
         _INPUTS: x.to(dtype).contiguous(), _LABELS: torch.zeros(0), _OUTPUTS: outputs, _OUT_GRADS: out_grads,
         _IN_GRADS: input_grads, _VALUES: row, _GRADS: weight_grads, _BUFFERS: buffers,
-        _CONSTANTS: low.constants.tensor(dtype),
+        _CONSTANTS: low.constants.tensor(dtype), _KEYS: sequences.pass_keys(_MOMENT, _HOST, low.masks, 1),
     }  # fmt: skip
     spaces = Spaces(1, NUM_WORKING + len(tensors))
     for space, tensor in tensors.items():
@@ -97,7 +100,7 @@ def by_instructions(
     work = Workload.of_each([low.a.program()])
     if chunk is not None:
         work.chunk[:] = chunk
-    Machine(dtype=dtype).run(work, spaces, Batch(batch=len(x), numbers=h.size, outputs_each=y.size))
+    Machine(dtype=dtype).run(work, spaces, Batch(batch=len(x), numbers=h.size, outputs_each=y.size, keys_each=len(low.masks)))
     if not training:
         return Outcome(outputs, None, None, buffers)
     return Outcome(outputs, input_grads if floats else None, weight_grads, buffers)

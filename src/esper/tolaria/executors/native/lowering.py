@@ -28,11 +28,13 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, fx
 
-from esper.tolaria.executors.native.program import Assembler, Operation, Place, Rows
+from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
 from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant
 
 AXES: Final = 6
 """Most axes of an elementwise operation, as in tensors.h."""
+KEYS: Final = NUM_WORKING + 5
+"""The space of keys of masks of dropout, as in lanes.h."""
 Dims = tuple[int, ...]
 
 
@@ -169,12 +171,15 @@ class Lowering:
     Attributes:
         trainable: a backward pass will follow. constants: numbers that all hosts share, and their space.
         scratch: how many numbers of scratch instructions of convolution.h need.
+        slot: the number of whose random numbers masks of dropout are made (`Draws`). masks: slot of each mask so far.
     """
 
     a: Assembler
     trainable: bool
     constants: "Constants"
     scratch: Callable[[tuple[int, ...], bool], int]
+    slot: int = 0
+    masks: list[int] = field(default_factory=list)
     needs: bool = True
     """Whether gradients are enabled in the part of the graph that is being written."""
     _tape: list[tuple[Value, Backward]] = field(default_factory=list)
@@ -293,6 +298,11 @@ class Lowering:
         new = self.rows(rows.size)
         self.emit(Operation.COPY, rows, new, sizes=loop((rows.size,), (1,), (1,)))
         return new
+
+    def next_masks(self, count: int = 1) -> Place:
+        """The keys of the next masks of dropout of each batch (`sequences.pass_keys`)."""
+        self.masks += [self.slot] * count
+        return Place(KEYS, len(self.masks) - count, count)
 
     def into(self, x: Value, write: Callable[[Rows], None]) -> None:
         """Let `write` fill new rows with a gradient of `x`, and add them; nothing if it needs none."""

@@ -26,7 +26,7 @@ class ExamplesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
         *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border", "own_labels")),
-        *((name, ctypes.c_int64) for name in ("labels_each", "first", "outputs_each", "goes_on")),
+        *((name, ctypes.c_int64) for name in ("labels_each", "first", "outputs_each", "goes_on", "keys_each")),
     )
 
 
@@ -130,6 +130,7 @@ class Examples:
         padded: fill the last batch with examples that are not counted, which is fastest.
         table: [C, 256], the numbers that the bytes of each channel stand for.
         moves: [H, count, 3] int64, a window of each image as drawn by `CropAndFlip`. border: its `padding`.
+        keys_each: numbers of each batch in the space KEYS of a host (`sequences.pass_keys`).
     """
 
     images: Tensor
@@ -141,6 +142,7 @@ class Examples:
     moves: Tensor | None = None
     border: int = 0
     own_labels: bool = False
+    keys_each: int = 0
 
     @property
     def count(self) -> int:
@@ -162,7 +164,9 @@ class Examples:
         sizes = len(self.images), self.images[0].numel(), self.count, self.batch, self.padded
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
-        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.own_labels, each)
+        return ExamplesStruct(
+            *pointers, *sizes, channels, height, width, self.border, self.own_labels, each, keys_each=self.keys_each
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +176,7 @@ class Batch:
     Attributes:
         batch: examples. numbers: of an input. labels_each, outputs_each: labels and outputs of an example.
         first: number of the batch in its pass. goes_on: whether programs go on behind their barrier.
+        keys_each: as of `Examples`.
     """
 
     batch: int
@@ -180,6 +185,7 @@ class Batch:
     outputs_each: int = 0
     first: int = 0
     goes_on: bool = False
+    keys_each: int = 0
 
 
 def working_numbers(programs: Sequence[Program], lanes: int, numbers_gathered: int) -> dict[str, int]:

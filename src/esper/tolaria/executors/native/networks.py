@@ -37,13 +37,13 @@ from esper.tolaria.executors.training import TrainedRows, trained_mask
 
 Space = IntEnum(
     "Space",
-    "INPUTS LABELS OUTPUTS OUT_GRADS IN_GRADS TOTALS CONSTANTS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS HOST_BUFFERS "
-    "DECAY RATE",
+    "INPUTS LABELS OUTPUTS OUT_GRADS IN_GRADS KEYS TOTALS CONSTANTS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS "
+    "HOST_BUFFERS DECAY RATE",
     start=NUM_WORKING,
 )
 """Spaces of a host besides the working memory. TOTALS: for each state of the network three float64, the sums of the
 losses, of correct answers, and of labels that count. DECAY: mask of the host's weights that decay. RATE: factor of the
-learning rates. OUTPUTS and OUT_GRADS: of a batch, for a loss that PyTorch computes."""
+learning rates. OUTPUTS and OUT_GRADS: of a batch, for a loss that PyTorch computes. KEYS: of masks of dropout."""
 SlotSpace = IntEnum(
     "SlotSpace",
     "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS SEED_BUFFERS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS "

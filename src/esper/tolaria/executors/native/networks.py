@@ -155,9 +155,11 @@ class ActiveSeed:
     def _run(
         self, low: Lowering, module: Graphs, values: SlotSpace, buffers: SlotSpace, trainable: bool, x: Value
     ) -> Value:
-        grads = slot_space(self.s, SlotSpace(values + 1)) if trainable else None
+        grads, of_host = slot_space(self.s, SlotSpace(values + 1)) if trainable else None, low.slot
+        low.slot = self.s
         spaces = slot_space(self.s, values), grads, slot_space(self.s, buffers)
         (out,) = module.write(low, spaces, x)
+        low.slot = of_host
         return out
 
 
@@ -212,7 +214,8 @@ class Networks:
         return np.asarray(np.isin(codes[..., 0], self._runnable).all(axis=1))
 
     def _lowering(self, *, trainable: bool) -> Lowering:
-        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch)
+        slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
+        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch, slot)
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""
@@ -232,7 +235,7 @@ class Networks:
             low.give(outputs, grad)
             low.backward()
         self._step(low, seeds)
-        return low.a.program()
+        return low.a.program(low.masks)
 
     def _write_step(self, code: bytes) -> Program:
         """The optimizer step alone, for a host whose gradients PyTorch has computed."""

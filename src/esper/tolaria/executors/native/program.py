@@ -74,6 +74,7 @@ class Program:
     """Instructions, and the working memory they need: rows of lanes (of all chunks, of one), numbers, scratch numbers.
 
     `single` is the shape of features of which one example gives a normalization a single value; else None.
+    `masks`: the slots whose random numbers make the masks of dropout of a batch, in order.
     """
 
     code: np.ndarray
@@ -82,6 +83,7 @@ class Program:
     numbers: int
     scratch: int
     single: tuple[int, ...] | None = None
+    masks: tuple[int, ...] = ()
 
     @cached_property
     def cost(self) -> int:
@@ -168,11 +170,11 @@ class Assembler:
         """End the program here; `Program.rest` goes on when the caller has the gradients of the outputs."""
         self.emit(Operation.BARRIER)
 
-    def program(self) -> Program:
+    def program(self, masks: Sequence[int] = ()) -> Program:
         """The program written so far."""
         code = np.array(self._code, dtype=INSTRUCTION)
         rows, local = place_rows(code, np.array(self._begins))
-        return Program(code, rows, local, self._numbers, self._scratch, self._single)
+        return Program(code, rows, local, self._numbers, self._scratch, self._single, tuple(masks))
 
 
 @final

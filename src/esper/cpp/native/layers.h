@@ -1,125 +1,495 @@
-// All layers except convolutions, forward and backward, on rows of lanes (lanes.h).
+// Normalizations, activation functions, pooling and resizing, forward and backward, on rows of lanes (lanes.h).
 //
-// Gradients of weights are added to what the chunks before gave. "In place": `g` is the gradient of the output and
-// becomes that of the input.
+// Gradients of weights are added to what other instructions gave. A weight that is a null pointer is 1, a bias 0.
 
 #pragma once
 
 #include "lanes.h"
 
+#include <algorithm>
+
 // X(name, operands): see program.cpp.
-#define ESPER_LAYERS(X) X(BATCH_NORM, "xxxxxXXx") X(BATCH_NORM_BACKWARD, "xxxxxXXx") X(BATCH_NORM_FIXED, "xxxxxx")
+#define ESPER_LAYERS(X)                                                                                                \
+    X(BATCH_NORM, "xxxxxXXxx") X(BATCH_NORM_BACKWARD, "xxxxxXxxxxx") X(BATCH_NORM_FIXED, "xxxxxxx")                    \
+    X(BATCH_NORM_FIXED_BACKWARD, "xxxxxxxxxx") X(GROUP_NORM, "xxxxxxx") X(GROUP_NORM_BACKWARD, "xxxxxxxxxxx")          \
+    X(ACTIVATE, "xx") X(ACTIVATE_BACKWARD, "xx") X(PRELU, "xxx") X(PRELU_BACKWARD, "xxxx") X(SOFTMAX, "xx")            \
+    X(SOFTMAX_BACKWARD, "xx") X(MAX_POOL, "xxx") X(MAX_POOL_BACKWARD, "xxx") X(AVERAGE_POOL, "xx")                     \
+    X(AVERAGE_POOL_BACKWARD, "xx") X(RESIZE, "xx") X(RESIZE_BACKWARD, "xx")
 
 namespace esper {
 
-// -- batch normalization with ReLU ------------------------------------------------------------------------------------
+// -- functions of floats: no calls, no branches, accurate to a few units in the last place -----------------------------
 
-template <class T> struct Affine {
-    const T *weight, *bias;
+// Polynomial of Cephes.
+inline float log_of(float x) {
+    const bool tiny = x < std::numeric_limits<float>::min();
+    const int32_t bits = bits_of<int32_t>(tiny ? x * 8388608.0f : x);
+    const int32_t exponent = (bits - 0x3f3504f3) >> 23;  // so that the rest is in [sqrt(1/2), sqrt(2))
+    const float e = float(exponent) - (tiny ? 23.0f : 0.0f);
+    const float r = bits_of<float>(bits - exponent * 0x800000) - 1.0f, square = r * r;
+    float p = 7.0376836292e-2f;
+    p = p * r - 1.1514610310e-1f;
+    p = p * r + 1.1676998740e-1f;
+    p = p * r - 1.2420140846e-1f;
+    p = p * r + 1.4249322787e-1f;
+    p = p * r - 1.6668057665e-1f;
+    p = p * r + 2.0000714765e-1f;
+    p = p * r - 2.4999993993e-1f;
+    p = p * r + 3.3333331174e-1f;
+    float value = p * r * square - 2.12194440e-4f * e - 0.5f * square;
+    value = r + value + 0.693359375f * e;
+    value = x > 0.0f ? value : std::numeric_limits<float>::quiet_NaN();
+    value = x == 0.0f ? -std::numeric_limits<float>::infinity() : value;
+    return x == std::numeric_limits<float>::infinity() ? x : value;
+}
+
+// What rounding took from 1 + x is given back.
+inline float log1p_of(float x) {
+    const float w = 1.0f + x, value = log_of(w) - ((w - 1.0f) - x) / w;
+    return w == std::numeric_limits<float>::infinity() || w == 0.0f ? log_of(w) : value;
+}
+
+// As exp_of; 2^n - 1 is added to the small part, so that nothing cancels.
+inline float expm1_of(float x) {
+    const float highest = 88.0f, lowest = -20.0f, shift = 12582912.0f;
+    float bounded = x > highest ? highest : x;
+    bounded = bounded < lowest ? lowest : bounded;
+    const float shifted = bounded * 1.44269504088896341f + shift, n = shifted - shift;
+    const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r;
+    const float power = bits_of<float>((bits_of<uint32_t>(shifted) << 23) + (127u << 23));
+    const float value = p * power + (power - 1.0f);
+    return x > highest ? exp_of(x) : value;
+}
+
+// Eigen's rational approximation; beyond the limit it is 1 to the last bit.
+inline float erf_of(float x) {
+    const float limit = 4.0f;
+    x = x > limit ? limit : x;
+    x = x < -limit ? -limit : x;
+    const float square = x * x;
+    float p = -2.72614225801306e-10f;
+    p = p * square + 2.77068142495902e-08f;
+    p = p * square - 2.10102402082508e-06f;
+    p = p * square - 5.69250639462346e-05f;
+    p = p * square - 7.34990630326855e-04f;
+    p = p * square - 2.95459980854025e-03f;
+    p = p * square - 1.60960333262415e-02f;
+    float q = -1.45660718464996e-05f;
+    q = q * square - 2.13374055278905e-04f;
+    q = q * square - 1.68282697438203e-03f;
+    q = q * square - 7.37332916720468e-03f;
+    q = q * square - 1.42647390514189e-02f;
+    return p * x / q;
+}
+
+// sin(x + quarters pi / 2). Multiples of pi / 2 are taken away in double precision.
+inline float sine_of(float x, int64_t quarters) {
+    const double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
+    const double shifted = double(x) * 0.63661977236758134308 + shift, n = shifted - shift;
+    const float r = float((double(x) - n * 1.57079632679489661923) - n * 6.123233995736766e-17), square = r * r;
+    const int64_t quadrant = bits_of<int64_t>(shifted) + quarters;
+    const float sine = ((-1.9515295891e-4f * square + 8.3321608736e-3f) * square - 1.6666654611e-1f) * square * r + r;
+    const float cosine = ((2.443315711809948e-5f * square - 1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
+                             square * square - 0.5f * square + 1.0f;
+    const float value = quadrant & 1 ? cosine : sine;
+    return quadrant & 2 ? -value : value;
+}
+
+inline double log_of(double x) { return std::log(x); }
+inline double log1p_of(double x) { return std::log1p(x); }
+inline double expm1_of(double x) { return std::expm1(x); }
+inline double erf_of(double x) { return std::erf(x); }
+inline double sine_of(double x, int64_t quarters) { return quarters ? std::cos(x) : std::sin(x); }
+
+// x^n for a whole number n, else through the C library.
+template <class T> inline T power_of(T x, T exponent) { return std::pow(x, exponent); }
+
+// log(1 + exp(x)), without overflow.
+template <class T> inline T softplus_of(T x) { return (x > T(0) ? x : T(0)) + log1p_of(exp_of(x > T(0) ? -x : x)); }
+
+// -- activation functions ---------------------------------------------------------------------------------------------
+
+// X(name, f(x), f' g), with the numbers a, b and c. `s` is what the backward pass keeps: x, or f(x) where layers.py says
+// so. The first five can be part of a normalization. Comparisons are those of PyTorch, also at corners and NaN.
+#define ESPER_FUNCTIONS(X)                                                                                             \
+    X(IDENTITY, x, g)                                                                                                  \
+    X(RELU, x <= T(0) ? T(0) : x, s <= T(0) ? T(0) : g)                                                                \
+    X(HARDTANH, x < a ? a : x > b ? b : x, (s <= a) | (s >= b) ? T(0) : g)                                             \
+    X(SILU, x * sigmoid_of(x), g * silu_slope(s))                                                                      \
+    X(HARDSWISH, x * clip(x + T(3), T(6)) / T(6), s <= T(-3) ? T(0) : s < T(3) ? g * (s / T(3) + T(0.5)) : g)          \
+    X(LEAKY_RELU, x > T(0) ? x : x * a, s > T(0) ? g : g * a)                                                          \
+    X(ELU, x > T(0) ? x * b : expm1_of(x * c) * a, s > T(0) ? g * b : g * a * c * exp_of(s * c))                       \
+    X(GELU, T(0.5) * x * (T(1) + erf_of(x * T(M_SQRT1_2))),                                                            \
+      g * (T(0.5) * (T(1) + erf_of(s * T(M_SQRT1_2))) + s * exp_of(T(-0.5) * s * s) * T(0.39894228040143267794)))      \
+    X(GELU_TANH, T(0.5) * x * (T(1) + tanh_of(gelu_inner(x))), g * gelu_tanh_slope(s))                                 \
+    X(MISH, mish(x), g * mish_slope(s))                                                                                \
+    X(HARDSIGMOID, clip(x + T(3), T(6)) / T(6), (s > T(-3)) & (s < T(3)) ? g / T(6) : T(0))                            \
+    X(SIGMOID, sigmoid_of(x), g * s * (T(1) - s))                                                                      \
+    X(TANH, tanh_of(x), g * (T(1) - s * s))                                                                            \
+    X(SOFTPLUS, x * a > b ? x : softplus_of(x * a) / a, s * a > b ? g : g * sigmoid_of(s * a))                         \
+    X(EXP, exp_of(x), g * s)                                                                                           \
+    X(EXPM1, expm1_of(x), g * (s + T(1)))                                                                              \
+    X(LOG, log_of(x), g / s)                                                                                           \
+    X(LOG1P, log1p_of(x), g / (s + T(1)))                                                                              \
+    X(SQRT, std::sqrt(x), g / (s + s))                                                                                 \
+    X(RSQRT, T(1) / std::sqrt(x), T(-0.5) * g * s * s * s)                                                             \
+    X(RECIPROCAL, T(1) / x, -g * s * s)                                                                                \
+    X(ABS, x < T(0) ? -x : x + T(0), s > T(0) ? g : s < T(0) ? -g : g * s)                                             \
+    X(SIGN, T(x > T(0)) - T(x < T(0)), g * T(0))                                                                       \
+    X(SQUARE, x * x, g * (s + s))                                                                                      \
+    X(CUBE, x * x * x, T(3) * g * s * s)                                                                               \
+    X(POWER, power_of(x, a), g * (a * power_of(s, a - T(1))))                                                          \
+    X(CLAMP, x < a ? a : x > b ? b : x, (s >= a) & (s <= b) ? g : T(0))                                                \
+    X(SIN, sine_of(x, 0), g * sine_of(s, 1))                                                                           \
+    X(COS, sine_of(x, 1), -g * sine_of(s, 0))                                                                          \
+    X(ERF, erf_of(x), g * T(1.12837916709551257390) * exp_of(-s * s))                                                  \
+    X(SOFTSHRINK, x > a ? x - a : x < -a ? x + a : x * T(0), (s >= -a) & (s <= a) ? T(0) : g)                          \
+    X(HARDSHRINK, (x >= -a) & (x <= a) ? T(0) : x, (s >= -a) & (s <= a) ? T(0) : g)                                    \
+    X(THRESHOLD, x <= a ? b : x, s <= a ? T(0) : g)
+
+enum Function {
+#define X(name, of, back) name,
+    ESPER_FUNCTIONS(X)
+#undef X
 };
 
-// By the batch's statistics, saved in `mean` and `rstd` [C] for the backward pass; running statistics are unbiased.
-template <class T>
-void batch_norm(int half, int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
-                T* running_var, T* mean, T* rstd, T* y, Chunk chunk) {
-    const T before = T(space) * chunk.before, own = T(space) * chunk.lanes, count = T(space) * chunk.batch;
-    int lanes = chunk.lanes, stride = chunk.stride;
+// Between 0 and `most`; NaN stays.
+template <class T> inline T clip(T x, T most) {
+    const T low = x < T(0) ? T(0) : x;
+    return low > most ? most : low;
+}
+
+template <class T> inline T silu_slope(T x) {
+    const T open = sigmoid_of(x);
+    return open * (T(1) + x * (T(1) - open));
+}
+
+constexpr double GELU_FACTOR = 0.79788456080286535588, GELU_CUBIC = 0.044715;
+template <class T> inline T gelu_inner(T x) { return T(GELU_FACTOR) * (x + T(GELU_CUBIC) * (x * x * x)); }
+
+template <class T> inline T gelu_tanh_slope(T x) {
+    const T t = tanh_of(gelu_inner(x)), inner = T(GELU_FACTOR) * (T(1) + T(3 * GELU_CUBIC) * (x * x));
+    return T(0.5) * (T(1) + t) + T(0.5) * x * (T(1) - t * t) * inner;
+}
+
+// tanh(log(1 + e)) = w / (w + 2), w = e (e + 2), for e = exp(x). Beyond 20 it is 1.
+template <class T> inline T mish(T x) {
+    const T e = exp_of(x > T(20) ? T(20) : x), w = e * (e + T(2));
+    return x * (w / (w + T(2)));
+}
+
+template <class T> inline T mish_slope(T x) {
+    const T e = exp_of(x > T(20) ? T(20) : x), w = e * (e + T(2)), below = T(1) / (w + T(2));
+    return w * below + x * (T(4) * e * (T(1) + e) * below * below);
+}
+
+#define X(name, f, f_back)                                                                                             \
+    template <class T> struct Of_##name {                                                                              \
+        T a, b, c;                                                                                                     \
+        static constexpr Function function = name;                                                                     \
+        T of(T x) const { return f; }                                                                                  \
+        T back(T s, T g) const { return f_back; }                                                                      \
+    };
+ESPER_FUNCTIONS(X)
+#undef X
+
+// Calls use(f) with the function of this kind.
+template <class T, class Use> void with_function(int kind, const double* number, Use use) {
+    const T a = T(number[0]), b = T(number[1]), c = T(number[2]);
+    switch (kind) {
+#define X(name, of, back) case name: return use(Of_##name<T>{a, b, c});
+        ESPER_FUNCTIONS(X)
+#undef X
+    }
+}
+
+// The same of those that can be part of a normalization.
+template <class T, class Use> void with_simple_function(int kind, const double* number, Use use) {
+    const T a = T(number[0]), b = T(number[1]);
+    switch (kind) {
+        case RELU: return use(Of_RELU<T>{a, b, T(0)});
+        case HARDTANH: return use(Of_HARDTANH<T>{a, b, T(0)});
+        case SILU: return use(Of_SILU<T>{a, b, T(0)});
+        case HARDSWISH: return use(Of_HARDSWISH<T>{a, b, T(0)});
+        default: return use(Of_IDENTITY<T>{a, b, T(0)});
+    }
+}
+
+// n = {rows}
+template <class T> void run_ACTIVATE(const Call<T>& c) {
+    int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    merge_rows(rows, lanes, stride);
+    with_function<T>(c.flag, c.number, [&](auto f) {
+        const T* x = c.p[0];
+        T* y = c.p[1];
+        for (int r = 0; r < rows; ++r, x += stride, y += stride) {
+            ESPER_EACH_LANE y[lane] = f.of(x[lane]);
+        }
+    });
+}
+
+// In place: p[1] is the gradient of the output and becomes that of the input.
+template <class T> void run_ACTIVATE_BACKWARD(const Call<T>& c) {
+    int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    merge_rows(rows, lanes, stride);
+    with_function<T>(c.flag, c.number, [&](auto f) {
+        const T* saved = c.p[0];
+        T* g = c.p[1];
+        for (int r = 0; r < rows; ++r, saved += stride, g += stride) {
+            ESPER_EACH_LANE g[lane] = f.back(saved[lane], g[lane]);
+        }
+    });
+}
+
+// n = {channels, space}: a slope for each channel.
+template <class T> void run_PRELU(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
     merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        const T* from = x + static_cast<int64_t>(c) * space * stride;
-        T* to = y + static_cast<int64_t>(c) * space * stride;
-        if (half & SUMS_OF_BATCH) {  // `rstd` is the sum of squares until the last chunk
-            T sum = T(0), squares = T(0);
-            for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
-            const T center = sum / own, step = center - mean[c], share = own / (before + own);
-            for (int m = 0; m < space; ++m) {
-                const T* row = from + m * stride;
-#pragma omp simd reduction(+ : squares)
-                for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
-            }
-            mean[c] += step * share;
-            rstd[c] += squares + step * step * before * share;
-            if (chunk.last()) {
-                running_mean[c] += momentum * (mean[c] - running_mean[c]);
-                running_var[c] += momentum * (rstd[c] / (count - T(1)) - running_var[c]);
-                rstd[c] = T(1) / std::sqrt(rstd[c] / count + eps);
+    const T* x = c.p[0];
+    T* y = c.p[2];
+    for (int k = 0; k < c.n[0]; ++k)
+        for (int m = 0; m < space; ++m, x += stride, y += stride) {
+            const T slope = c.p[1][k];
+            ESPER_EACH_LANE y[lane] = x[lane] > T(0) ? x[lane] : slope * x[lane];
+        }
+}
+
+// p = {x, slopes, g (in place), gradient of the slopes}
+template <class T> void run_PRELU_BACKWARD(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    merge_rows(space, lanes, stride);
+    const T* x = c.p[0];
+    T* g = c.p[2];
+    for (int k = 0; k < c.n[0]; ++k) {
+        const T slope = c.p[1][k];
+        T sum = T(0);
+        for (int m = 0; m < space; ++m, x += stride, g += stride) {
+#pragma omp simd reduction(+ : sum)
+            for (int lane = 0; lane < lanes; ++lane) {
+                sum += x[lane] > T(0) ? T(0) : x[lane] * g[lane];
+                g[lane] = x[lane] > T(0) ? g[lane] : slope * g[lane];
             }
         }
-        if (half & FEATURES) {
-            const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
-            for (int m = 0; m < space; ++m) {
-                const T* row = from + m * stride;
-                T* out = to + m * stride;
-                ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
-            }
+        if (c.p[3]) c.p[3][k] += sum;
+    }
+}
+
+// -- batch normalization ----------------------------------------------------------------------------------------------
+
+// y = f((x - mean) rstd weight + bias + other): an activation function and a residual may follow. Numbers of an
+// instruction: eps, momentum, those of the function; sizes: channels, space; flag: the function.
+template <class T> struct Scaled {
+    T center, scale, shift;
+    T of(T x) const { return (x - center) * scale + shift; }
+};
+
+template <class T> inline Scaled<T> scaled(T center, T rstd, const T* weight, const T* bias, int c) {
+    return {center, weight ? rstd * weight[c] : rstd, bias ? bias[c] : T(0)};
+}
+
+template <class T, class F>
+void normalize(int64_t rows, Scaled<T> norm, F f, const T* x, const T* other, T* y, int lanes, int64_t stride) {
+    for (int64_t m = 0; m < rows; ++m, x += stride, y += stride) {
+        if (other) {
+            ESPER_EACH_LANE y[lane] = f.of(norm.of(x[lane]) + other[lane]);
+            other += stride;
+        } else {
+            ESPER_EACH_LANE y[lane] = f.of(norm.of(x[lane]));
         }
     }
 }
 
-// In place. Whether the ReLU let a number through is computed again from `x`.
-template <class T>
-void batch_norm_backward(int half, int channels, int space, const T* x, Affine<T> affine, const T* mean, const T* rstd,
-                         T* g, T* grad_weight, T* grad_bias, Chunk chunk) {
-    const T count = T(space) * chunk.batch;
-    int lanes = chunk.lanes, stride = chunk.stride;
+// Two sums over the lanes of rows: of first(at) and second(at); several of each, so that additions need not wait.
+template <class T, class First> T sum_each(int rows, int lanes, int64_t stride, First first) {
+    T sum = T(0);
+    for (int m = 0; m < rows; ++m) {
+        const int64_t begin = m * stride;
+#pragma omp simd reduction(+ : sum)
+        for (int lane = 0; lane < lanes; ++lane) sum += first(begin + lane);
+    }
+    return sum;
+}
+
+// By the batch's statistics, saved in p[5], p[6] = mean, rstd [channels] for the backward pass; running statistics
+// (p[3], p[4] or null) are unbiased. p = {x, weight, bias, running mean, running variance, mean, rstd, y, other}
+template <class T> void run_BATCH_NORM(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const T before = T(space) * c.chunk.before, own = T(space) * lanes, count = T(space) * c.chunk.batch;
+    const T eps = T(c.number[0]), momentum = T(c.number[1]);
+    const int64_t channel = static_cast<int64_t>(space) * stride;
     merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        const int64_t begin = static_cast<int64_t>(c) * space * stride;
-        const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
-        if (half & SUMS_OF_BATCH) {
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        T *mean = c.p[5], *rstd = c.p[6];
+        for (int k = 0; k < c.n[0]; ++k) {
+            const T* x = c.p[0] + k * channel;
+            if (c.half & SUMS_OF_BATCH) {  // `rstd` is the sum of squares until the last chunk
+                const T center = sum_each<T>(space, lanes, stride, [=](int64_t at) { return x[at]; }) / own;
+                const T squares = sum_each<T>(space, lanes, stride, [=](int64_t at) {
+                    return (x[at] - center) * (x[at] - center);
+                });
+                const T step = center - mean[k], share = own / (before + own);
+                mean[k] += step * share;
+                rstd[k] += squares + step * step * before * share;
+                if (c.chunk.last()) {
+                    if (c.p[3]) c.p[3][k] += momentum * (mean[k] - c.p[3][k]);
+                    if (c.p[4]) c.p[4][k] += momentum * (rstd[k] / (count - T(1)) - c.p[4][k]);
+                    rstd[k] = T(1) / std::sqrt(rstd[k] / count + eps);
+                }
+            }
+            if (c.half & FEATURES)
+                normalize(space, scaled(mean[k], rstd[k], c.p[1], c.p[2], k), f, x, c.p[8] ? c.p[8] + k * channel : nullptr,
+                          c.p[7] + k * channel, lanes, stride);
+        }
+    });
+}
+
+// p = {x, weight, bias, mean, rstd, sums [2][channels], g, y, gradient of x, of weight, of bias}. With an `other`, `y` is
+// given, and what passed the activation function is left in `g`: it is the gradient of `other`. Without it, the
+// function's argument is computed again from x. The gradient of x may overwrite `g`.
+template <class T> void run_BATCH_NORM_BACKWARD(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const T count = T(space) * c.chunk.batch;
+    const int64_t channel = static_cast<int64_t>(space) * stride;
+    merge_rows(space, lanes, stride);
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        const bool leaves = c.p[7] || f.function > HARDTANH;  // one pass of an expensive function is enough
+        for (int k = 0; k < c.n[0]; ++k) {
+            const T *x = c.p[0] + k * channel, *y = c.p[7] ? c.p[7] + k * channel : nullptr;
+            T *g = c.p[6] + k * channel, *out = c.p[8] + k * channel;
+            T &sum = c.p[5][2 * k], &product = c.p[5][2 * k + 1];
+            const Scaled<T> norm = scaled(c.p[3][k], c.p[4][k], c.p[1], c.p[2], k);
+            if (c.half & SUMS_OF_BATCH) {
+                T of_inner = T(0), of_product = T(0);
+                for (int m = 0; m < space; ++m) {
+                    const T *row = x + static_cast<int64_t>(m) * stride, *saved = y + static_cast<int64_t>(m) * stride;
+                    T* grad = g + static_cast<int64_t>(m) * stride;
+                    if (y) {
+#pragma omp simd reduction(+ : of_inner, of_product)
+                        for (int lane = 0; lane < lanes; ++lane) {
+                            const T inner = f.back(saved[lane], grad[lane]);
+                            grad[lane] = inner;
+                            of_inner += inner;
+                            of_product += inner * (row[lane] - norm.center);
+                        }
+                    } else if (leaves) {
+#pragma omp simd reduction(+ : of_inner, of_product)
+                        for (int lane = 0; lane < lanes; ++lane) {
+                            const T inner = f.back(norm.of(row[lane]), grad[lane]);
+                            grad[lane] = inner;
+                            of_inner += inner;
+                            of_product += inner * (row[lane] - norm.center);
+                        }
+                    } else {
+#pragma omp simd reduction(+ : of_inner, of_product)
+                        for (int lane = 0; lane < lanes; ++lane) {
+                            const T inner = f.back(norm.of(row[lane]), grad[lane]);
+                            of_inner += inner;
+                            of_product += inner * (row[lane] - norm.center);
+                        }
+                    }
+                }
+                sum += of_inner;
+                product += of_product * c.p[4][k];
+                if (c.chunk.last()) {
+                    if (c.p[9]) c.p[9][k] += product;
+                    if (c.p[10]) c.p[10][k] += sum;
+                }
+            }
+            if (c.half & FEATURES) {
+                const T a = sum / count, b = product / count * c.p[4][k];
+                for (int m = 0; m < space; ++m) {
+                    const int64_t begin = static_cast<int64_t>(m) * stride;
+                    const T *row = x + begin, *grad = g + begin;
+                    T* to = out + begin;
+                    if (leaves) {
+                        ESPER_EACH_LANE to[lane] = norm.scale * (grad[lane] - a - (row[lane] - norm.center) * b);
+                    } else {
+                        ESPER_EACH_LANE {
+                            const T inner = f.back(norm.of(row[lane]), grad[lane]);
+                            to[lane] = norm.scale * (inner - a - (row[lane] - norm.center) * b);
+                        }
+                    }
+                }
+            }
+        }
+    });
+}
+
+// By the running statistics. p = {x, weight, bias, running mean, running variance, y, other}
+template <class T> void run_BATCH_NORM_FIXED(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const int64_t channel = static_cast<int64_t>(space) * stride;
+    merge_rows(space, lanes, stride);
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        for (int k = 0; k < c.n[0]; ++k) {
+            const T rstd = T(1) / std::sqrt(c.p[4][k] + T(c.number[0]));
+            normalize(space, scaled(c.p[3][k], rstd, c.p[1], c.p[2], k), f, c.p[0] + k * channel,
+                      c.p[6] ? c.p[6] + k * channel : nullptr, c.p[5] + k * channel, lanes, stride);
+        }
+    });
+}
+
+// p = {x, weight, bias, running mean, running variance, g, y, gradient of x, of weight, of bias}, as above.
+template <class T> void run_BATCH_NORM_FIXED_BACKWARD(const Call<T>& c) {
+    int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const int64_t channel = static_cast<int64_t>(space) * stride;
+    merge_rows(space, lanes, stride);
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        for (int k = 0; k < c.n[0]; ++k) {
+            const T rstd = T(1) / std::sqrt(c.p[4][k] + T(c.number[0]));
+            const Scaled<T> norm = scaled(c.p[3][k], rstd, c.p[1], c.p[2], k);
             T sum = T(0), product = T(0);
             for (int m = 0; m < space; ++m) {
-                const T *row = x + begin + m * stride, *grad = g + begin + m * stride;
+                const int64_t begin = k * channel + static_cast<int64_t>(m) * stride;
+                const T *x = c.p[0] + begin, *y = c.p[6] ? c.p[6] + begin : nullptr;
+                T *g = c.p[5] + begin, *out = c.p[7] + begin;
+                if (y) {
+                    ESPER_EACH_LANE g[lane] = f.back(y[lane], g[lane]);
+                } else {
+                    ESPER_EACH_LANE g[lane] = f.back(norm.of(x[lane]), g[lane]);
+                }
 #pragma omp simd reduction(+ : sum, product)
                 for (int lane = 0; lane < lanes; ++lane) {
-                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
-                    sum += inner;
-                    product += inner * away;
+                    sum += g[lane];
+                    product += g[lane] * (x[lane] - norm.center);
+                    out[lane] = g[lane] * norm.scale;
                 }
             }
-            grad_weight[c] += product * rstd[c];
-            grad_bias[c] += sum;
+            if (c.p[8]) c.p[8][k] += product * rstd;
+            if (c.p[9]) c.p[9][k] += sum;
         }
-        if (half & FEATURES) {
-            const T a = grad_bias[c] / count, b = grad_weight[c] / count * rstd[c];
-            for (int m = 0; m < space; ++m) {
-                const T* row = x + begin + m * stride;
-                T* grad = g + begin + m * stride;
-                ESPER_EACH_LANE {
-                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
-                    grad[lane] = scale * (inner - a - away * b);
-                }
-            }
-        }
-    }
+    });
 }
 
-// By the running statistics.
-template <class T>
-void batch_norm_fixed(int channels, int space, T eps, const T* x, Affine<T> affine, const T* running_mean,
-                      const T* running_var, T* y, int lanes, int stride) {
-    merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        const T scale = affine.weight[c] / std::sqrt(running_var[c] + eps), shift = affine.bias[c];
-        const T center = running_mean[c];
-        for (int m = 0; m < space; ++m) {
-            const T* row = x + (static_cast<int64_t>(c) * space + m) * stride;
-            T* out = y + (static_cast<int64_t>(c) * space + m) * stride;
-            ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
-        }
-    }
-}
+// -- normalization of each example: group, layer, instance and RMS ----------------------------------------------------
 
-// -- group normalization, ReLU and layer scale ------------------------------------------------------------------------
+// Rows are groups, each of `channels` of `space` rows. A channel has a weight and a bias: those of its group alone, or
+// all groups have the same ones (layer normalization). Then an activation function f and a factor gamma may follow.
+struct Groups {
+    int groups, channels, space;
+    bool own_weights;  // of each group
+    int weights() const { return own_weights ? groups * channels : channels; }
+};
+
+inline Groups groups_of(const int32_t* n) { return {n[0], n[1], n[2], n[3] != 0}; }
 
 // Mean and 1 / standard deviation over rows, for VS vectors of lanes: several, so that additions need not wait for each
 // other. One pass computes both by Welford's update, FEW rows at a time relative to the mean of the rows before. An
-// outlier in those rows costs no precision: cancellation is small against the variance that the outlier adds.
+// outlier in those rows costs no precision: cancellation is small against the variance that the outlier adds. Without
+// `mean`: 1 / root of the mean square.
 template <class T, int VS>
 void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
     constexpr int FEW = 16;
-    wide<T> center[VS], squares[VS] = {};
-    for (int v = 0; v < VS; ++v) center[v] = load(x + v * width<T>());
+    wide<T> center[VS] = {}, squares[VS] = {};
+    if (mean)
+        for (int v = 0; v < VS; ++v) center[v] = load(x + v * width<T>());
     for (int done = 0; done < rows;) {
         wide<T> sum[VS] = {}, square[VS] = {};
         for (const int end = done + FEW < rows ? done + FEW : rows; done < end; ++done, x += stride)
@@ -129,7 +499,7 @@ void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int strid
                 square[v] += away * away;
             }
         for (int v = 0; v < VS; ++v) {
-            const wide<T> step = sum[v] * (T(1) / T(done));
+            const wide<T> step = mean ? sum[v] * (T(1) / T(done)) : wide<T>{};
             center[v] += step;
             squares[v] += square[v] - sum[v] * step;
         }
@@ -139,277 +509,432 @@ void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int strid
         store<T>(part, squares[v] / T(rows));
 #pragma omp simd
         for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt((part[i] < T(0) ? T(0) : part[i]) + eps);
-        store_lanes<T>(mean + v * width<T>(), center[v], lanes - v * width<T>());
+        if (mean) store_lanes<T>(mean + v * width<T>(), center[v], lanes - v * width<T>());
         store_lanes<T>(rstd + v * width<T>(), load(part), lanes - v * width<T>());
     }
 }
 
-// y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma are optional. `mean`, `rstd` [groups][stride].
-template <class T>
-void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
-                T* mean, T* rstd, T* y, int lanes, int stride) {
-    constexpr int SEVERAL = REGISTERS / 8 * width<T>();
-    const int per_group = channels / groups, rows = per_group * space;
-    for (int k = 0; k < groups; ++k, mean += stride, rstd += stride) {
-        int at = 0;
-        for (; at + SEVERAL <= stride; at += SEVERAL)
-            moments<T, REGISTERS / 8>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
-        for (; at < stride; at += width<T>())
-            moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
-        for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
-            const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
-            for (int m = 0; m < space; ++m, x += stride, y += stride) {
-                if (relu) {
-                    ESPER_EACH_LANE y[lane] = relu_of((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
-                } else {
-                    ESPER_EACH_LANE y[lane] = ((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
-                }
-            }
-        }
-    }
-}
-
-// In place.
-template <class T>
-void group_norm_backward(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
-                         const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
-                         int stride) {
-    const int per_group = channels / groups;
-    const T count = T(per_group) * space;
-    for (int k = 0; k < groups; ++k)
-        for (int at = 0; at < stride; at += width<T>()) {
-            const int64_t begin = static_cast<int64_t>(k) * per_group * space * stride + at;
-            const wide<T> center = load(mean + k * stride + at), scale = load(rstd + k * stride + at);
-            wide<T> first = {}, second = {};
-            const T* row = x + begin;
-            T* grad = g + begin;
-            for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
-                const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
-                wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
-                for (int m = 0; m < space; ++m, row += stride, grad += stride) {
-                    const wide<T> normed = (load(row) - center) * scale;
-                    wide<T> value = normed * w + shift, outer = load(grad);
-                    if (relu) {
-                        outer = value <= T(0) ? wide<T>{} : outer;
-                        value = value <= T(0) ? wide<T>{} : value;
+// p = {x, weight, bias, gamma, mean [groups][stride] (null: RMS), rstd, y}; numbers: eps (negative: the smallest of T),
+// none, those of the function; sizes: Groups; flag: the function.
+template <class T> void run_GROUP_NORM(const Call<T>& c) {
+    constexpr int SEVERAL = REGISTERS / 8;
+    const Groups n = groups_of(c.n);
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride, rows = n.channels * n.space;
+    const T eps = c.number[0] < 0.0 ? std::numeric_limits<T>::epsilon() : T(c.number[0]);
+    const T *x = c.p[0], *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3];
+    T *mean = c.p[4], *rstd = c.p[5], *y = c.p[6];
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        for (int k = 0; k < n.groups; ++k, rstd += stride) {
+            int at = 0;
+            const auto moment = [&](auto compute, int vectors) {
+                for (; at + vectors * width<T>() <= stride; at += vectors * width<T>())
+                    compute(rows, eps, x + at, mean ? mean + at : nullptr, rstd + at, lanes - at, stride);
+            };
+            moment(moments<T, SEVERAL>, SEVERAL);
+            moment(moments<T, 2>, 2);
+            moment(moments<T, 1>, 1);
+            for (int j = 0; j < n.channels; ++j) {
+                const int of = n.own_weights ? k * n.channels + j : j;
+                const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+                for (int m = 0; m < n.space; ++m, x += stride, y += stride) {
+                    if (mean) {
+                        ESPER_EACH_LANE y[lane] = f.of((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
+                    } else {
+                        ESPER_EACH_LANE y[lane] = f.of(x[lane] * (rstd[lane] * w) + shift) * factor;
                     }
-                    of_gamma += outer * value;
-                    const wide<T> inner = outer * factor;
-                    of_weight += inner * normed;
-                    of_bias += inner;
-                    store<T>(grad, inner * w);
                 }
-                first += of_bias * w;
-                second += of_weight * w;
-                grad_weight[c] += total<T>(of_weight);
-                grad_bias[c] += total<T>(of_bias);
-                if (grad_gamma) grad_gamma[c] += total<T>(of_gamma);
             }
-            const wide<T> a = first / count, b = second / count;
-            row = x + begin, grad = g + begin;
-            for (int r = 0; r < per_group * space; ++r, row += stride, grad += stride) {
-                const wide<T> normed = (load(row) - center) * scale;
-                store_lanes<T>(grad, scale * (load(grad) - a - normed * b), lanes - at);
-            }
+            if (mean) mean += stride;
         }
+    });
 }
 
-// -- pooling and means ------------------------------------------------------------------------------------------------
+// p = {x, weight, bias, gamma, mean, rstd, g (in place), gradients of weight, bias and gamma, scratch}
+template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
+    constexpr int W = width<T>();
+    const Groups n = groups_of(c.n);
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const T count = T(n.channels) * n.space;
+    const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3], *mean = c.p[4], *rstd = c.p[5];
+    T* sums = c.p[10];  // [weights][3][W]: gradients, before lanes are added up
+    const int64_t all = static_cast<int64_t>(n.weights()) * 3 * W;
+    std::memset(sums, 0, sizeof(T) * all);
+    with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
+        for (int k = 0; k < n.groups; ++k)
+            for (int at = 0; at < stride; at += W) {
+                const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at;
+                const wide<T> center = mean ? load(mean + k * stride + at) : wide<T>{}, scale = load(rstd + k * stride + at);
+                wide<T> first = {}, second = {};
+                const T* row = c.p[0] + begin;
+                T* grad = c.p[6] + begin;
+                for (int j = 0; j < n.channels; ++j) {
+                    const int of = n.own_weights ? k * n.channels + j : j;
+                    const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+                    wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
+                    for (int m = 0; m < n.space; ++m, row += stride, grad += stride) {
+                        const wide<T> normed = (load(row) - center) * scale;
+                        wide<T> inner = load(grad);
+                        if (f.function != IDENTITY || gamma) {
+                            const wide<T> argument = normed * w + shift;
+                            if (gamma) {
+                                wide<T> value = argument;
+                                if (f.function != IDENTITY) for (int i = 0; i < W; ++i) value[i] = f.of(argument[i]);
+                                of_gamma += inner * value;
+                                inner *= factor;
+                            }
+                            if (f.function != IDENTITY) for (int i = 0; i < W; ++i) inner[i] = f.back(argument[i], inner[i]);
+                        }
+                        of_weight += inner * normed;
+                        of_bias += inner;
+                        store<T>(grad, inner * w);
+                    }
+                    first += of_bias * w;
+                    second += of_weight * w;
+                    T* sum = sums + static_cast<int64_t>(of) * 3 * W;
+                    store<T>(sum, load(sum) + of_weight);
+                    store<T>(sum + W, load(sum + W) + of_bias);
+                    if (gamma) store<T>(sum + 2 * W, load(sum + 2 * W) + of_gamma);
+                }
+                const wide<T> a = mean ? first / count : wide<T>{}, b = second / count;
+                row = c.p[0] + begin, grad = c.p[6] + begin;
+                for (int r = 0; r < n.channels * n.space; ++r, row += stride, grad += stride) {
+                    const wide<T> normed = (load(row) - center) * scale;
+                    store_lanes<T>(grad, scale * (load(grad) - a - normed * b), lanes - at);
+                }
+            }
+    });
+    for (int of = 0; of < n.weights(); ++of, sums += 3 * W)
+        for (int which = 0; which < 3; ++which)
+            if (T* grad = c.p[7 + which]) grad[of] += total<T>(load(sums + which * W));
+}
 
-// 2x2. `winners`: which of the four numbers is the largest, for the backward pass.
+// -- softmax ----------------------------------------------------------------------------------------------------------
+
+// n = {outer, size, inner}: over the middle axis; flag: its logarithm. Sixteen lanes at a time.
+constexpr int SIDE = 16;
+
+#define ESPER_EACH_OF_SIDE _Pragma("omp simd") for (int i = 0; i < SIDE; ++i)
+
+// Calls use(row, lanes) for the first row of each softmax, sixteen lanes at a time.
+template <class T, class Use> void each_softmax(const Call<T>& c, Use use) {
+    const int stride = c.chunk.stride;
+    for (int o = 0; o < c.n[0]; ++o)
+        for (int k = 0; k < c.n[2]; ++k)
+            for (int at = 0; at < stride; at += SIDE)
+                use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at, c.chunk.lanes - at);
+}
+
+template <class T> void run_SOFTMAX(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    each_softmax(c, [&](int64_t begin, int lanes) {
+        const T* x = c.p[0] + begin;
+        T* y = c.p[1] + begin;
+        T best[SIDE], sum[SIDE] = {};
+        ESPER_EACH_OF_SIDE best[i] = x[i];
+        for (int j = 1; j < size; ++j) {
+            ESPER_EACH_OF_SIDE best[i] = later_wins(best[i], x[j * step + i]) ? x[j * step + i] : best[i];
+        }
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE {
+                const T away = x[j * step + i] - best[i], value = exp_of(away);
+                sum[i] += value;
+                y[j * step + i] = c.flag ? away : value;
+            }
+        }
+        if (c.flag) {
+            ESPER_EACH_OF_SIDE sum[i] = log_of(sum[i]);
+            for (int j = 0; j < size; ++j) {
+                ESPER_EACH_OF_SIDE y[j * step + i] = i < lanes ? y[j * step + i] - sum[i] : T(0);
+            }
+            return;
+        }
+        ESPER_EACH_OF_SIDE sum[i] = i < lanes ? T(1) / sum[i] : T(0);
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE y[j * step + i] *= sum[i];
+        }
+    });
+}
+
+// p = {y, g (in place)}
+template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    each_softmax(c, [&](int64_t begin, int lanes) {
+        const T* y = c.p[0] + begin;
+        T* g = c.p[1] + begin;
+        T sum[SIDE] = {};
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE sum[i] += c.flag ? g[j * step + i] : g[j * step + i] * y[j * step + i];
+        }
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE {
+                const T own = g[j * step + i], of = y[j * step + i];
+                const T value = c.flag ? own - exp_of(of) * sum[i] : of * (own - sum[i]);
+                g[j * step + i] = i < lanes ? value : T(0);
+            }
+        }
+    });
+}
+
+// -- pooling ----------------------------------------------------------------------------------------------------------
+
+// n = {channels, height, width of the input, of the output, kernel, stride, padding, dilation of each axis, whether the
+// windows share out the input (adaptive)}
+struct Windows {
+    int channels, size[2], out[2], kernel[2], stride[2], padding[2], dilation[2];
+    bool adaptive;
+
+    int first(int axis, int i) const {  // may lie in the padding
+        return adaptive ? int(int64_t(i) * size[axis] / out[axis]) : i * stride[axis] - padding[axis];
+    }
+    int begin(int axis, int i) const {  // the first that does not
+        const int at = first(axis, i), step = dilation[axis];
+        return at >= 0 ? at : at + (-at + step - 1) / step * step;
+    }
+    int end(int axis, int i) const {
+        if (adaptive) return int((int64_t(i + 1) * size[axis] + out[axis] - 1) / out[axis]);
+        return std::min(first(axis, i) + (kernel[axis] - 1) * dilation[axis] + 1, size[axis]);
+    }
+};
+
+inline Windows windows_of(const int32_t* n) {
+    return {n[0], {n[1], n[2]}, {n[3], n[4]}, {n[5], n[6]}, {n[7], n[8]}, {n[9], n[10]}, {n[11], n[12]}, n[13] != 0};
+}
+
+// Whether windows are the squares 2x2 side by side.
+inline bool are_squares(const Windows& w) {
+    bool found = !w.adaptive;
+    for (int k = 0; k < 2; ++k)
+        found = found && w.kernel[k] == 2 && w.stride[k] == 2 && w.padding[k] == 0 && w.dilation[k] == 1 &&
+                w.out[k] * 2 <= w.size[k];
+    return found;
+}
+
 template <class T>
-void max_pool(int channels, int height, int width, const T* h, T* y, T* winners, int lanes, int stride) {
-    for (int c = 0; c < channels; ++c)
-        for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, y += stride, winners += stride) {
-                const T* a = h + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
-                const T *b = a + stride, *d = a + static_cast<int64_t>(width) * stride, *e = d + stride;
+void max_pool_squares(const Windows& w, const T* h, T* y, T* winners, int lanes, int stride) {
+    for (int c = 0; c < w.channels; ++c)
+        for (int i = 0; i < w.out[0]; ++i)
+            for (int j = 0; j < w.out[1]; ++j, y += stride, winners += winners ? stride : 0) {
+                const int corner = 2 * i * w.size[1] + 2 * j;
+                const T* a = h + (static_cast<int64_t>(c) * w.size[0] * w.size[1] + corner) * stride;
+                const T *b = a + stride, *d = a + static_cast<int64_t>(w.size[1]) * stride, *e = d + stride;
+                if (!winners) {
+                    ESPER_EACH_LANE {
+                        const T upper = later_wins(a[lane], b[lane]) ? b[lane] : a[lane];
+                        const T lower = later_wins(d[lane], e[lane]) ? e[lane] : d[lane];
+                        y[lane] = later_wins(upper, lower) ? lower : upper;
+                    }
+                    continue;
+                }
+                const T first = T(corner), below = T(corner + w.size[1]);
                 ESPER_EACH_LANE {
                     const bool is_b = later_wins(a[lane], b[lane]);
-                    T best = is_b ? b[lane] : a[lane], winner = is_b ? T(1) : T(0);
+                    T best = is_b ? b[lane] : a[lane], winner = is_b ? first + T(1) : first;
                     const bool is_d = later_wins(best, d[lane]);
-                    best = is_d ? d[lane] : best, winner = is_d ? T(2) : winner;
+                    best = is_d ? d[lane] : best, winner = is_d ? below : winner;
                     const bool is_e = later_wins(best, e[lane]);
-                    y[lane] = is_e ? e[lane] : best, winners[lane] = is_e ? T(3) : winner;
+                    y[lane] = is_e ? e[lane] : best, winners[lane] = is_e ? below + T(1) : winner;
                 }
             }
 }
 
-template <class T>
-void max_pool_backward(int channels, int height, int width, const T* winners, const T* g, T* grad, int lanes,
-                       int stride) {
-    if (height % 2 || width % 2) std::memset(grad, 0, sizeof(T) * channels * height * width * stride);
-    for (int c = 0; c < channels; ++c)
-        for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, g += stride, winners += stride) {
-                T* upper = grad + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
-                T* lower = upper + static_cast<int64_t>(width) * stride;
-                ESPER_EACH_LANE {
-                    const T winner = winners[lane], value = g[lane];
-                    upper[lane] = winner == T(0) ? value : T(0);
-                    upper[stride + lane] = winner == T(1) ? value : T(0);
-                    lower[lane] = winner == T(2) ? value : T(0);
-                    lower[stride + lane] = winner == T(3) ? value : T(0);
+// p = {x, y, winners (or null)}: the place of each maximum in its channel.
+template <class T> void run_MAX_POOL(const Call<T>& c) {
+    const Windows w = windows_of(c.n);
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    T *y = c.p[1], *winners = c.p[2];
+    if (are_squares(w)) return max_pool_squares<T>(w, c.p[0], y, winners, lanes, stride);
+    for (int k = 0; k < w.channels; ++k) {
+        const T* x = c.p[0] + static_cast<int64_t>(k) * w.size[0] * w.size[1] * stride;
+        for (int i = 0; i < w.out[0]; ++i)
+            for (int j = 0; j < w.out[1]; ++j, y += stride, winners += winners ? stride : 0) {
+                bool begun = false;
+                for (int u = w.begin(0, i); u < w.end(0, i); u += w.dilation[0])
+                    for (int v = w.begin(1, j); v < w.end(1, j); v += w.dilation[1]) {
+                        const int at = u * w.size[1] + v;
+                        const T* row = x + static_cast<int64_t>(at) * stride;
+                        if (!begun) {
+                            begun = true;
+                            std::memcpy(y, row, sizeof(T) * lanes);
+                            if (winners) std::fill_n(winners, lanes, T(at));
+                        } else if (winners) {
+                            ESPER_EACH_LANE {
+                                const bool wins = later_wins(y[lane], row[lane]);
+                                y[lane] = wins ? row[lane] : y[lane];
+                                winners[lane] = wins ? T(at) : winners[lane];
+                            }
+                        } else {
+                            ESPER_EACH_LANE y[lane] = later_wins(y[lane], row[lane]) ? row[lane] : y[lane];
+                        }
+                    }
+            }
+    }
+}
+
+// p = {winners, g, gradient of x}
+template <class T> void run_MAX_POOL_BACKWARD(const Call<T>& c) {
+    const Windows w = windows_of(c.n);
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const int64_t plane = static_cast<int64_t>(w.size[0]) * w.size[1] * stride;
+    const T *winners = c.p[0], *g = c.p[1];
+    const bool squares = are_squares(w);
+    if (!squares || w.size[0] % 2 || w.size[1] % 2) std::memset(c.p[2], 0, sizeof(T) * w.channels * plane);
+    for (int k = 0; k < w.channels; ++k) {
+        T* grad = c.p[2] + k * plane;
+        for (int i = 0; i < w.out[0]; ++i)
+            for (int j = 0; j < w.out[1]; ++j, g += stride, winners += stride) {
+                if (squares) {
+                    const int corner = 2 * i * w.size[1] + 2 * j;
+                    const T first = T(corner), below = T(corner + w.size[1]);
+                    T* upper = grad + static_cast<int64_t>(corner) * stride;
+                    T* lower = upper + static_cast<int64_t>(w.size[1]) * stride;
+                    ESPER_EACH_LANE {
+                        const T winner = winners[lane], value = g[lane];
+                        upper[lane] = winner == first ? value : T(0);
+                        upper[stride + lane] = winner == first + T(1) ? value : T(0);
+                        lower[lane] = winner == below ? value : T(0);
+                        lower[stride + lane] = winner == below + T(1) ? value : T(0);
+                    }
+                    continue;
+                }
+                for (int u = w.begin(0, i); u < w.end(0, i); u += w.dilation[0])
+                    for (int v = w.begin(1, j); v < w.end(1, j); v += w.dilation[1]) {
+                        const int at = u * w.size[1] + v;
+                        T* to = grad + static_cast<int64_t>(at) * stride;
+                        ESPER_EACH_LANE to[lane] += winners[lane] == T(at) ? g[lane] : T(0);
+                    }
+            }
+    }
+}
+
+// What a sum over a window is multiplied by. flag: padding counts; number[0]: the divisor, if it is not 0.
+template <class T> T share_of(const Call<T>& c, const Windows& w, int i, int j) {
+    if (c.number[0] != 0.0) return T(1.0 / c.number[0]);
+    const int index[2] = {i, j};
+    int64_t count = 1;
+    for (int axis = 0; axis < 2; ++axis) {
+        const int last = w.first(axis, index[axis]) + w.kernel[axis];
+        if (c.flag && !w.adaptive)
+            count *= std::min(last, w.size[axis] + w.padding[axis]) - w.first(axis, index[axis]);
+        else
+            count *= w.end(axis, index[axis]) - w.begin(axis, index[axis]);
+    }
+    return T(1.0 / double(count));
+}
+
+// p = {x, y}
+template <class T> void run_AVERAGE_POOL(const Call<T>& c) {
+    const Windows w = windows_of(c.n);
+    const int stride = c.chunk.stride;
+    T* y = c.p[1];
+    for (int k = 0; k < w.channels; ++k) {
+        const T* x = c.p[0] + static_cast<int64_t>(k) * w.size[0] * w.size[1] * stride;
+        for (int i = 0; i < w.out[0]; ++i)
+            for (int j = 0; j < w.out[1]; ++j, y += stride) {
+                const int u0 = w.begin(0, i), u1 = w.end(0, i), v0 = w.begin(1, j), v1 = w.end(1, j);
+                const T share = share_of(c, w, i, j);
+                for (int at = 0; at < stride; at += width<T>()) {
+                    wide<T> sum = {};
+                    for (int u = u0; u < u1; ++u)
+                        for (int v = v0; v < v1; ++v)
+                            sum += load(x + (static_cast<int64_t>(u) * w.size[1] + v) * stride + at);
+                    store<T>(y + at, sum * share);
                 }
             }
-}
-
-template <class T, int VS> void sum_rows(int rows, const T* h, T* y, T factor, int stride) {
-    wide<T> sum[VS] = {};
-    for (int r = 0; r < rows; ++r, h += stride)
-        for (int v = 0; v < VS; ++v) sum[v] += load(h + v * width<T>());
-    for (int v = 0; v < VS; ++v) store<T>(y + v * width<T>(), sum[v] * factor);
-}
-
-template <class T> void mean_space(int channels, int space, const T* h, T* y, int stride) {
-    constexpr int SEVERAL = REGISTERS / 8 * width<T>();
-    for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride) {
-        int at = 0;
-        for (; at + SEVERAL <= stride; at += SEVERAL) sum_rows<T, REGISTERS / 8>(space, h + at, y + at, T(1) / T(space), stride);
-        for (; at < stride; at += width<T>()) sum_rows<T, 1>(space, h + at, y + at, T(1) / T(space), stride);
     }
 }
 
-template <class T> void mean_space_backward(int channels, int space, const T* g, T* grad, int lanes, int stride) {
-    for (int c = 0; c < channels; ++c, g += stride)
-        for (int m = 0; m < space; ++m, grad += stride) {
-            ESPER_EACH_LANE grad[lane] = g[lane] / T(space);
-        }
-}
-
-// -- factors, biases, activations -------------------------------------------------------------------------------------
-
-template <class T> void add_bias(int channels, int space, const T* bias, T* y, int lanes, int stride) {
-    merge_rows(space, lanes, stride);
-    for (int r = 0; r < channels * space; ++r, y += stride) {
-        const T b = bias[r / space];
-        ESPER_EACH_LANE y[lane] += b;
+// p = {g, gradient of x}
+template <class T> void run_AVERAGE_POOL_BACKWARD(const Call<T>& c) {
+    const Windows w = windows_of(c.n);
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    const int64_t plane = static_cast<int64_t>(w.size[0]) * w.size[1] * stride;
+    const T* g = c.p[0];
+    std::memset(c.p[1], 0, sizeof(T) * w.channels * plane);
+    for (int k = 0; k < w.channels; ++k) {
+        T* grad = c.p[1] + k * plane;
+        for (int i = 0; i < w.out[0]; ++i)
+            for (int j = 0; j < w.out[1]; ++j, g += stride) {
+                const T share = share_of(c, w, i, j);
+                for (int u = w.begin(0, i); u < w.end(0, i); ++u)
+                    for (int v = w.begin(1, j); v < w.end(1, j); ++v) {
+                        T* to = grad + (static_cast<int64_t>(u) * w.size[1] + v) * stride;
+                        ESPER_EACH_LANE to[lane] += share * g[lane];
+                    }
+            }
     }
 }
 
-template <class T> void add_bias_backward(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
-    merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c)
-        for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
-}
+// -- resizing ---------------------------------------------------------------------------------------------------------
 
-// One factor per channel. Backward in place.
-template <class T> void scale(int channels, int space, const T* gamma, const T* x, T* y, int lanes, int stride) {
-    merge_rows(space, lanes, stride);
-    for (int r = 0; r < channels * space; ++r, x += stride, y += stride) {
-        const T factor = gamma[r / space];
-        ESPER_EACH_LANE y[lane] = x[lane] * factor;
+// n = {channels, height, width of the input, of the output}; flag: the rule; numbers: the step of each axis from one
+// output to the next, as PyTorch computes it.
+enum Resizing { NEAREST, NEAREST_EXACT, LINEAR, LINEAR_ALIGNED };
+
+// Between which numbers of an axis output i lies, and how much of the second one it takes.
+template <class T> struct Between {
+    int first, second;
+    T share;
+};
+
+template <class T> Between<T> between(int rule, int size, double step, int i) {
+    if (rule <= NEAREST_EXACT) {  // PyTorch computes these in single precision whatever the tensors are
+        const float at = rule == NEAREST ? float(i) * float(step) : (float(i) + 0.5f) * float(step);
+        const int first = std::min(int(std::floor(at)), size - 1);
+        return {first, first, T(0)};
     }
+    const T from = rule == LINEAR_ALIGNED ? T(step) * T(i) : T(step) * (T(i) + T(0.5)) - T(0.5);
+    const T at = from < T(0) ? T(0) : from;
+    const int first = std::min(int(at), size - 1);
+    return {first, std::min(first + 1, size - 1), std::min(std::max(at - T(first), T(0)), T(1))};
 }
 
-template <class T>
-void scale_backward(int channels, int space, const T* gamma, const T* x, T* g, T* grad_gamma, int lanes, int stride) {
-    merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        const T factor = gamma[c];
-        T sum = T(0);
-        for (int m = 0; m < space; ++m, x += stride, g += stride) {
-#pragma omp simd reduction(+ : sum)
-            for (int lane = 0; lane < lanes; ++lane) {
-                sum += g[lane] * x[lane];
-                g[lane] *= factor;
+// Calls use(rows of the input's corners, their shares, row of the output).
+template <class T, class Use> void each_resized(const Call<T>& c, Use use) {
+    const int channels = c.n[0], height = c.n[1], width_ = c.n[2], rows = c.n[3], columns = c.n[4];
+    int64_t out = 0;
+    for (int k = 0; k < channels; ++k)
+        for (int i = 0; i < rows; ++i) {
+            const Between<T> y = between<T>(c.flag, height, c.number[0], i);
+            for (int j = 0; j < columns; ++j, ++out) {
+                const Between<T> x = between<T>(c.flag, width_, c.number[1], j);
+                const int64_t upper = (static_cast<int64_t>(k) * height + y.first) * width_;
+                const int64_t lower = (static_cast<int64_t>(k) * height + y.second) * width_;
+                const int64_t corner[4] = {upper + x.first, upper + x.second, lower + x.first, lower + x.second};
+                const T share[4] = {(T(1) - y.share) * (T(1) - x.share), (T(1) - y.share) * x.share,
+                                    y.share * (T(1) - x.share), y.share * x.share};
+                use(corner, share, out);
             }
         }
-        grad_gamma[c] += sum;
-    }
 }
 
-// One factor per channel and example: y = h * factor.
-template <class T> void modulate(int channels, int space, const T* h, const T* factor, T* y, int lanes, int stride) {
-    for (int c = 0; c < channels; ++c, factor += stride)
-        for (int m = 0; m < space; ++m, h += stride, y += stride) {
-            ESPER_EACH_LANE y[lane] = h[lane] * factor[lane];
+// p = {x, y}
+template <class T> void run_RESIZE(const Call<T>& c) {
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    each_resized(c, [&](const int64_t* corner, const T* share, int64_t out) {
+        T* y = c.p[1] + out * stride;
+        const T *a = c.p[0] + corner[0] * stride, *b = c.p[0] + corner[1] * stride;
+        if (c.flag <= NEAREST_EXACT) {
+            std::memcpy(y, a, sizeof(T) * lanes);
+            return;
         }
+        const T *d = c.p[0] + corner[2] * stride, *e = c.p[0] + corner[3] * stride;
+        ESPER_EACH_LANE y[lane] = share[0] * a[lane] + share[1] * b[lane] + share[2] * d[lane] + share[3] * e[lane];
+    });
 }
 
-template <class T> void modulate_backward(int channels, int space, const T* h, const T* g, T* grad_factor, int stride) {
-    const int64_t channel = static_cast<int64_t>(space) * stride;
-    for (int c = 0; c < channels; ++c, grad_factor += stride, h += channel, g += channel)
-        for (int at = 0; at < stride; at += width<T>()) {
-            wide<T> sum = {};
-            for (int64_t row = at; row < channel; row += stride) sum += load(g + row) * load(h + row);
-            store<T>(grad_factor + at, sum);
+// p = {g, gradient of x}
+template <class T> void run_RESIZE_BACKWARD(const Call<T>& c) {
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    std::memset(c.p[1], 0, sizeof(T) * c.n[0] * c.n[1] * c.n[2] * stride);
+    each_resized(c, [&](const int64_t* corner, const T* share, int64_t out) {
+        const T* g = c.p[0] + out * stride;
+        for (int k = 0; k < (c.flag <= NEAREST_EXACT ? 1 : 4); ++k) {
+            T* to = c.p[1] + corner[k] * stride;
+            ESPER_EACH_LANE to[lane] += share[k] * g[lane];
         }
-}
-
-// y = tanh(strength) * (z - h). Backward in place: `g` becomes the gradient of z.
-template <class T> void shift(int rows, const T* strength, const T* z, const T* h, T* y, int lanes, int stride) {
-    merge_rows(rows, lanes, stride);
-    const T factor = tanh_of(*strength);
-    for (int r = 0; r < rows; ++r, z += stride, h += stride, y += stride) {
-        ESPER_EACH_LANE y[lane] = factor * (z[lane] - h[lane]);
-    }
-}
-
-template <class T>
-void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes,
-                    int stride) {
-    merge_rows(rows, lanes, stride);
-    const T factor = tanh_of(*strength);
-    T sum = T(0);
-    for (int r = 0; r < rows; ++r, z += stride, h += stride, g += stride) {
-#pragma omp simd reduction(+ : sum)
-        for (int lane = 0; lane < lanes; ++lane) {
-            sum += g[lane] * (z[lane] - h[lane]);
-            g[lane] *= factor;
-        }
-    }
-    *grad_strength += sum * (T(1) - factor * factor);
-}
-
-enum Activation { RELU, SILU, TANH, SIGMOID };
-
-template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes, int stride) {
-    merge_rows(rows, lanes, stride);
-    for (int r = 0; r < rows; ++r, x += stride, y += stride) {
-        if (kind == RELU) {
-            ESPER_EACH_LANE y[lane] = relu_of(x[lane]);
-        } else if (kind == SILU) {
-            ESPER_EACH_LANE y[lane] = x[lane] * sigmoid_of(x[lane]);
-        } else if (kind == TANH) {
-            ESPER_EACH_LANE y[lane] = tanh_of(x[lane]);
-        } else {
-            ESPER_EACH_LANE y[lane] = sigmoid_of(x[lane]);
-        }
-    }
-}
-
-// In place. `saved` is the input of SiLU, and the output of the others.
-template <class T> void activate_backward(int rows, int kind, const T* saved, T* g, int lanes, int stride) {
-    merge_rows(rows, lanes, stride);
-    for (int r = 0; r < rows; ++r, saved += stride, g += stride) {
-        if (kind == RELU) {
-            ESPER_EACH_LANE g[lane] = saved[lane] <= T(0) ? T(0) : g[lane];
-        } else if (kind == SILU) {
-            ESPER_EACH_LANE {
-                const T open = sigmoid_of(saved[lane]);
-                g[lane] *= open * (T(1) + saved[lane] * (T(1) - open));
-            }
-        } else if (kind == TANH) {
-            ESPER_EACH_LANE g[lane] *= T(1) - saved[lane] * saved[lane];
-        } else {
-            ESPER_EACH_LANE g[lane] *= saved[lane] * (T(1) - saved[lane]);
-        }
-    }
-}
-
-// -- instructions
-
-template <class T> void run_BATCH_NORM(const Call<T>& c) {
-    batch_norm<T>(c.half, c.n[0], c.n[1], T(c.number[0]), T(c.number[1]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5],
-                  c.p[6], c.p[7], c.chunk);
-}
-template <class T> void run_BATCH_NORM_BACKWARD(const Call<T>& c) {
-    batch_norm_backward<T>(c.half, c.n[0], c.n[1], c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[7], c.p[5], c.p[6], c.chunk);
-}
-template <class T> void run_BATCH_NORM_FIXED(const Call<T>& c) {
-    batch_norm_fixed<T>(c.n[0], c.n[1], T(c.number[0]), c.p[0], {c.p[1], c.p[2]}, c.p[3], c.p[4], c.p[5], c.chunk.lanes,
-                        c.chunk.stride);
+    });
 }
 
 }  // namespace esper

@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 # rules register themselves
 from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
@@ -13,7 +13,7 @@ from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.lowering import Constants, Lowering, Value, Weight, run_graph
 from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload, cached_library
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
-from esper.tolaria.executors.native.trace import BATCH, trace
+from esper.tolaria.executors.native.trace import NoRuleError, trace
 
 _INPUTS, _LABELS, _OUTPUTS, _OUT_GRADS, _IN_GRADS, _KEYS, _VALUES, _GRADS, _BUFFERS, _CONSTANTS = range(
     NUM_WORKING, NUM_WORKING + 10
@@ -59,16 +59,14 @@ def by_torch(template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, tra
 
 
 def by_instructions(
-    template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, training: bool, chunk: int | None = None
+    graph: fx.Graph, row: Tensor, buffers: Tensor, x: Tensor, *, training: bool, chunk: int | None = None
 ) -> Outcome:
-    """The same by instructions; `chunk` examples pass through the layers together.
+    """The same by instructions, written from a graph; `chunk` examples pass through the layers together.
 
     Raises:
         NoRuleError: something has no rule.
     """
-    example = x[:1].expand(BATCH, *x.shape[1:]).clone()
     floats = x.is_floating_point()
-    graph = trace(Template(copy.deepcopy(template.module)), example.float() if floats else example, training=training)
     low = Lowering(Assembler(training), training, Constants(_CONSTANTS), cached_library().scratch)
     if training:
         low.emit(Operation.CLEAR, Place(_GRADS, 0, len(row)))
@@ -108,6 +106,11 @@ def by_instructions(
     return Outcome(outputs, input_grads if floats else None, weight_grads, buffers)
 
 
+def both_graphs(template: Template, x: Tensor, *, lines: bool = False) -> tuple[fx.Graph, fx.Graph]:
+    """Those of a module in training and in evaluation; see `trace`."""
+    return trace(template, x, training=True, lines=lines), trace(template, x, training=False, lines=lines)
+
+
 def disagreement(
     module: Template | nn.Module,
     x: Tensor,
@@ -115,16 +118,19 @@ def disagreement(
     dtype: torch.dtype = torch.float64,
     tolerance: float = TOLERANCE,
     chunk: int | None = None,
+    graphs: tuple[fx.Graph, fx.Graph] | None = None,
 ) -> str | None:
     """How a module differs as instructions from PyTorch on inputs like x [B, ...]; None if it does not.
 
     Compared are outputs in training and evaluation mode, all gradients, and buffers after the pass; `chunk` as in
-    `by_instructions`.
+    `by_instructions`. `graphs`: in training and evaluation, if they are known.
 
     Raises:
         NoRuleError: something has no rule.
     """
     template = module if isinstance(module, Template) else Template(copy.deepcopy(module))
+    if graphs is None:
+        graphs = both_graphs(Template(copy.deepcopy(template.module)), x)
     generator = torch.Generator().manual_seed(0)
     row, buffers = (
         layout.pack({name: t.detach() for name, t in tensors}).to(dtype)
@@ -138,9 +144,12 @@ def disagreement(
     x = x[torch.arange(max(_EXAMPLES, len(x))) % len(x)]
     if x.is_floating_point():
         x = torch.randn(x.shape, generator=generator, dtype=dtype)
-    for training in (True, False):
-        want = by_torch(template, row, buffers, x, training=training)
-        found = by_instructions(template, row, buffers, x, training=training, chunk=chunk)
+    for training, graph in zip((True, False), graphs, strict=True):
+        try:
+            want = by_torch(template, row, buffers, x, training=training)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise NoRuleError(f"PyTorch cannot run it in {dtype}: {' '.join(str(error).split())[:200]}") from error
+        found = by_instructions(graph, row, buffers, x, training=training, chunk=chunk)
         for name, a in vars(found).items():
             b = getattr(want, name)
             if (a is None) != (b is None) or (a is not None and a.shape != b.shape):

@@ -34,6 +34,7 @@ from esper.tolaria.executors.native.networks import (
     structure_codes,
     training_spaces,
 )
+from esper.tolaria.executors.native.sequences import pass_keys
 from esper.tolaria.executors.network import (
     HostData,
     NetworkExecutor,
@@ -79,7 +80,6 @@ class NativeExecutor(NetworkExecutor):
         self.refused = self._networks.refused
         self._machine = Machine(threads=threads)
         self._decay = data.decay_mask.to(torch.float32)
-        self._constants = self._networks.constants.tensor(torch.float32)
         inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
         self._table = None
         if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
@@ -113,7 +113,7 @@ class NativeExecutor(NetworkExecutor):
 
     def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the hosts that run [N] those that compiled C++ runs, and those that PyTorch runs."""
-        native = self._programs.can_run(codes)
+        native = self._networks.can_run(codes)
         return np.flatnonzero(native & runs), np.flatnonzero(~native & runs)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
@@ -127,31 +127,36 @@ class NativeExecutor(NetworkExecutor):
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
-        spaces = training_spaces(p, alpha, self._constants, hosts, rows, self._decay, lr_factors)
+        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
+        constants = self._networks.constants.tensor()
+        spaces = training_spaces(p, alpha, constants, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
             step = Workload.of_each([self._networks.step(code.tobytes()) for code in codes[others]])
             for x_NB, y_NB in batches:
                 totals += torch.stack(train(x_NB, y_NB), dim=1)
                 self._machine.run(step, spaces.of(others), Batch(batch=1))
-        stored = self._as_stored(batches)
+        stored, keys = self._as_stored(batches), self._keys(work, ours, len(batches))
+        if keys is not None:
+            spaces.rows(Space.KEYS, keys, hosts=ours)
+        each = 0 if keys is None else keys.shape[1] // len(batches)
         if stored is None or not isinstance(data.objective, LOSSES):
-            self._train_on_batches(batches, work, spaces.of(ours), totals, ours)
+            self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each)
         else:
             chosen = torch.from_numpy(ours)
             labels = stored.y if batches.targets is None else batches.targets[chosen]
             assert batches.order is not None
-            for some, size in _of_equal_size(batches.bounds):
+            for first, (some, size) in enumerate(_of_equal_size(batches.bounds)):
                 order = batches.order[chosen, some].contiguous()
                 moves = None if batches.drawn is None else batches.drawn[chosen, some].contiguous()
                 own = batches.targets is not None
                 of = labels[:, some].contiguous() if own else labels
                 given = Examples(
-                    stored.x, of, order, size, table=self._table, moves=moves, border=self._border, own_labels=own
-                )
+                    stored.x, of, order, size, table=self._table, moves=moves, border=self._border, own_labels=own,
+                    keys_each=each, first=first * (len(batches) - 1),
+                )  # fmt: skip
                 self._machine.run_batches(work, spaces.of(ours), given)
         outputs = train_pass(
             data.objective, Scores(*totals.unbind(dim=1)), gradient_statistics(p, data.structure, rows, hosts.grad)
@@ -159,6 +164,18 @@ class NativeExecutor(NetworkExecutor):
         p.host.finish(hosts)
         finish_training(p, rows)
         return outputs
+
+    def _keys(self, work: Workload, ours: np.ndarray, batches: int) -> Tensor | None:
+        """The keys of all masks of dropout in a pass [H, K]; None without dropout."""
+        most = max(len(program.masks) for program in work.programs)
+        if not most:
+            return None
+        p = self.population
+        found = torch.zeros(len(ours), batches * most, dtype=torch.int64)
+        for program in work.programs:
+            some = np.flatnonzero([own is program for own in work.of_hosts])
+            found[some] = pass_keys(p.moment, p.host_ids[torch.from_numpy(ours[some])], program.masks, batches, most)
+        return found
 
     def _as_stored(self, batches: SharedBatchIterator) -> Stored | None:
         """The examples of a split as C++ reads them; None where PyTorch makes the batches."""
@@ -178,14 +195,14 @@ class NativeExecutor(NetworkExecutor):
         return self._stored[batches.split]
 
     def _train_on_batches(
-        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int
     ) -> None:
         """Train on batches that PyTorch makes, with a loss that it computes where there is no kernel for it."""
         chosen, objective = torch.from_numpy(ours), self.data.objective
         for number, (x_NB, y_NB) in enumerate(batches):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
-            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number)
+            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
             if isinstance(objective, LOSSES):
                 y = y.long()
                 spaces.rows(Space.LABELS, y)
@@ -228,7 +245,8 @@ class NativeExecutor(NetworkExecutor):
         measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n])) for n in ours]
         work = Workload.of_each([program for program, _ in measured])
         most = max(max(states) for _, states in measured) + 1
-        spaces = population_spaces(p, alpha, self._constants).of(ours)
+        constants = self._networks.constants.tensor()
+        spaces = population_spaces(p, alpha, constants).of(ours)
         totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
         stored = self._as_stored(batches)

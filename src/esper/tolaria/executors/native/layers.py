@@ -1,48 +1,808 @@
-"""Rules of normalizations, activation functions and pooling, whose kernels are in layers.h."""
+"""Rules of normalizations, activation functions, pooling, padding and resizing, whose kernels are in layers.h."""
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, Final
 
+import torch
 from torch import fx
 
-from esper.tolaria.executors.native.lowering import Lowering, Value, rule_of
-from esper.tolaria.executors.native.program import Operation, Rows
-from esper.tolaria.executors.native.trace import FUSIONS, RELU, aten, joined, only_user
+from esper.tolaria.executors.native.lowering import (
+    RULES,
+    Dims,
+    Lowering,
+    Value,
+    Weight,
+    loop,
+    rule,
+    rule_of,
+    strides_of,
+)
+from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.rules import (
+    affine,
+    cat,
+    mul,
+    permute,
+    rearranged,
+    reshaped,
+    slice_,
+    total,
+)
+from esper.tolaria.executors.native.trace import FUSIONS, aten, joined, only_user
+
+Function = IntEnum(
+    "Function",
+    "IDENTITY RELU HARDTANH SILU HARDSWISH LEAKY_RELU ELU GELU GELU_TANH MISH HARDSIGMOID SIGMOID TANH SOFTPLUS EXP EXPM1 "
+    "LOG LOG1P SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF SOFTSHRINK HARDSHRINK THRESHOLD",
+    start=0,
+)
+"""As in layers.h. The first five can be part of a normalization."""
+
+_FROM_OUTPUT: Final = {
+    Function.RELU, Function.HARDTANH, Function.SIGMOID, Function.TANH, Function.EXP, Function.EXPM1, Function.SQRT,
+    Function.RSQRT, Function.RECIPROCAL,
+}  # fmt: skip
+"""Functions whose slope layers.h computes from their value; that of the others comes from their argument."""
+
+# -- activation functions ----------------------------------------------------------------------------------------------
 
 
-def batch_norm_relu() -> None:
-    """Batch normalization, then ReLU."""
+def activate(low: Lowering, x: object, function: Function, *numbers: float) -> Value:
+    """f(x)."""
+    x = low.value(x)
+    if function is Function.IDENTITY:
+        return x
+    y = low.like(x)
+    low.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=(x.size,), flag=function, numbers=numbers)
+    # a leaky ReLU keeps the sign
+    from_output = function in _FROM_OUTPUT or (function is Function.LEAKY_RELU and numbers[0] > 0.0)
+
+    def backward(g: Rows) -> None:
+        g, saved = low.own(g), y if from_output else x
+        low.emit(Operation.ACTIVATE_BACKWARD, saved.rows, g, sizes=(x.size,), flag=function, numbers=numbers)
+        low.give(x, g)
+
+    return low.result(y, backward, x)
 
 
-def _fuse(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.target is aten.batch_norm.default and (relu := only_user(node, RELU)):
-            joined(graph, relu, batch_norm_relu, *node.args)
-            graph.erase_node(node)
+def _register(names: str, function: Function) -> None:
+    """Functions without further arguments."""
+
+    def plain(low: Lowering, x: Any) -> Value:
+        return activate(low, x, function)
+
+    for name in names.split():
+        rule(f"{name}.default", f"{name}_.default")(plain)
 
 
-FUSIONS.append(_fuse)
+for _names, _function in {
+    "relu": Function.RELU, "silu": Function.SILU, "hardswish": Function.HARDSWISH, "mish": Function.MISH,
+    "hardsigmoid": Function.HARDSIGMOID, "sigmoid": Function.SIGMOID, "tanh": Function.TANH, "exp": Function.EXP,
+    "expm1": Function.EXPM1, "log": Function.LOG, "log1p": Function.LOG1P, "sqrt": Function.SQRT,
+    "rsqrt": Function.RSQRT, "reciprocal": Function.RECIPROCAL, "abs": Function.ABS, "sign": Function.SIGN,
+    "sgn": Function.SIGN, "square": Function.SQUARE, "sin": Function.SIN, "cos": Function.COS, "erf": Function.ERF,
+}.items():  # fmt: skip
+    _register(_names, _function)
 
 
-@rule_of(batch_norm_relu)
-def _batch_norm_relu(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
-                     momentum: float, eps: float, _: bool) -> Value:  # fmt: skip
-    x = low.leading(x)
-    channels = x.features[0]
-    space = x.size // channels
-    w, b, running = low.weight(weight, channels), low.weight(bias, channels), (mean.place, var.place)
-    y, sizes = low.like(x), (channels, space)
-    if not training:
-        low.emit(Operation.BATCH_NORM_FIXED, x.rows, w.place, b.place, *running, y.rows, sizes=sizes, numbers=(eps,))
-        return y
-    stats = low.a.numbers(channels), low.a.numbers(channels)
-    low.a.normalizes(x.features, groups=channels)
-    low.emit(Operation.BATCH_NORM, x.rows, w.place, b.place, *running, *stats, y.rows, sizes=sizes,
-             numbers=(eps, momentum))  # fmt: skip
+@rule("relu6.default", "relu6_.default")
+def relu6(low: Lowering, x: Any) -> Value:
+    return activate(low, x, Function.HARDTANH, 0.0, 6.0)
+
+
+@rule("hardtanh.default", "hardtanh_.default")
+def hardtanh(low: Lowering, x: Any, least: float = -1.0, most: float = 1.0) -> Value:
+    return activate(low, x, Function.HARDTANH, float(least), float(most))
+
+
+@rule("leaky_relu.default", "leaky_relu_.default")
+def leaky_relu(low: Lowering, x: Any, slope: float = 0.01) -> Value:
+    return activate(low, x, Function.LEAKY_RELU, float(slope))
+
+
+@rule("elu.default", "elu_.default")
+def elu(low: Lowering, x: Any, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Value:
+    return activate(low, x, Function.ELU, float(alpha) * float(scale), float(scale), float(inner))
+
+
+@rule("selu.default", "selu_.default")
+def selu(low: Lowering, x: Any) -> Value:
+    return elu(low, x, 1.6732632423543772, 1.0507009873554805)
+
+
+@rule("celu.default", "celu_.default")
+def celu(low: Lowering, x: Any, alpha: float = 1.0) -> Value:
+    return elu(low, x, alpha, 1.0, 1.0 / float(alpha))
+
+
+@rule("gelu.default", "gelu_.default")
+def gelu(low: Lowering, x: Any, *, approximate: str = "none") -> Value:
+    return activate(low, x, Function.GELU_TANH if approximate == "tanh" else Function.GELU)
+
+
+@rule("softplus.default")
+def softplus(low: Lowering, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    return activate(low, x, Function.SOFTPLUS, float(beta), float(threshold))
+
+
+@rule("log_sigmoid.default")
+def log_sigmoid(low: Lowering, x: Any) -> Value:
+    return affine(low, softplus(low, affine(low, low.value(x), -1.0, 0.0), 1.0, math.inf), -1.0, 0.0)
+
+
+@rule("softshrink.default")
+def softshrink(low: Lowering, x: Any, width: float = 0.5) -> Value:
+    return activate(low, x, Function.SOFTSHRINK, float(width))
+
+
+@rule("hardshrink.default")
+def hardshrink(low: Lowering, x: Any, width: float = 0.5) -> Value:
+    return activate(low, x, Function.HARDSHRINK, float(width))
+
+
+@rule("threshold.default", "threshold_.default")
+def threshold(low: Lowering, x: Any, most: float, value: float) -> Value:
+    return activate(low, x, Function.THRESHOLD, float(most), float(value))
+
+
+@rule("clamp.default", "clamp_.default", "clip.default")
+def clamp(low: Lowering, x: Any, least: float | None = None, most: float | None = None) -> Value:
+    bounds = -math.inf if least is None else float(least), math.inf if most is None else float(most)
+    if bounds[0] > bounds[1]:
+        raise low.refuse("a lower bound above the upper one")
+    return activate(low, x, Function.CLAMP, *bounds)
+
+
+@rule("clamp_min.default", "clamp_min_.default")
+def clamp_min(low: Lowering, x: Any, least: float) -> Value:
+    return clamp(low, x, least)
+
+
+@rule("clamp_max.default", "clamp_max_.default")
+def clamp_max(low: Lowering, x: Any, most: float) -> Value:
+    return clamp(low, x, None, most)
+
+
+@rule("pow.Tensor_Scalar", "pow_.Scalar")
+def power(low: Lowering, x: Any, exponent: float) -> Value:
+    known = {
+        1.0: Function.IDENTITY, 2.0: Function.SQUARE, 3.0: Function.CUBE, 0.5: Function.SQRT, -0.5: Function.RSQRT,
+        -1.0: Function.RECIPROCAL,
+    }  # fmt: skip
+    if exponent == 0:
+        raise low.refuse("an exponent that is 0")
+    if exponent in known:
+        return activate(low, x, known[float(exponent)])
+    if exponent == 4:
+        return power(low, power(low, x, 2), 2)
+    return activate(low, x, Function.POWER, float(exponent))
+
+
+@rule("pow.Scalar")
+def power_of_number(low: Lowering, base: float, x: Any) -> Value:
+    if base <= 0:
+        raise low.refuse("powers of a number that is not positive")
+    return activate(low, affine(low, low.value(x), math.log(base), 0.0), Function.EXP)
+
+
+@rule("glu.default")
+def glu(low: Lowering, x: Any, dim: int = -1) -> Value:
+    dim = dim % len(x.shape)
+    half = x.shape[dim] // 2
+    return mul(low, slice_(low, x, dim, 0, half), activate(low, slice_(low, x, dim, half, 2 * half), Function.SIGMOID))
+
+
+@rule("prelu.default")
+def prelu(low: Lowering, x: Any, weight: Any) -> Value:
+    (count,) = weight.shape
+    w = low.weight(weight, count)
+    x = low.value(x) if count == 1 else low.leading(x)
+    if count > 1 and x.features[0] != count:
+        raise low.refuse(f"{count} slopes for {x.features[0]} channels")
+    y, sizes = low.like(x), (count, x.size // count)
+    low.emit(Operation.PRELU, x.rows, w.place, y.rows, sizes=sizes)
 
     def backward(g: Rows) -> None:
         g = low.own(g)
-        low.emit(Operation.BATCH_NORM_BACKWARD, x.rows, w.place, b.place, *stats, low.grad_of(w), low.grad_of(b), g,
-                 sizes=sizes)  # fmt: skip
+        low.emit(Operation.PRELU_BACKWARD, x.rows, w.place, g, low.grad_of(w), sizes=sizes)
         low.give(x, g)
 
-    return low.result(y, backward, x, w, b)
+    return low.result(y, backward, x, w)
+
+
+def _softmax(low: Lowering, x: Any, dim: int, *, log: bool) -> Value:
+    x = low.value(x)
+    dim = dim % len(x.shape)
+    if dim == x.axis:
+        raise low.refuse("a softmax over the examples of a batch")
+    y, sizes = low.like(x), (math.prod(x.dims[:dim]), x.dims[dim], math.prod(x.dims[dim + 1 :]))
+    low.emit(Operation.SOFTMAX, x.rows, y.rows, sizes=sizes, flag=log)
+
+    def backward(g: Rows) -> None:
+        g = low.own(g)
+        low.emit(Operation.SOFTMAX_BACKWARD, y.rows, g, sizes=sizes, flag=log)
+        low.give(x, g)
+
+    return low.result(y, backward, x)
+
+
+@rule("softmax.int", "_softmax.default")
+def softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
+    if dtype not in (None, False, torch.float32):
+        raise low.refuse(f"a softmax in {dtype}")
+    return _softmax(low, x, dim, log=False)
+
+
+@rule("log_softmax.int", "_log_softmax.default")
+def log_softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
+    if dtype not in (None, False, torch.float32):
+        raise low.refuse(f"a softmax in {dtype}")
+    return _softmax(low, x, dim, log=True)
+
+
+# -- normalizations ----------------------------------------------------------------------------------------------------
+
+_Simple = tuple[Function, tuple[float, ...]]
+_NOTHING: Final[_Simple] = (Function.IDENTITY, ())
+
+
+def _optional(low: Lowering, x: object, *shape: int) -> Weight | None:
+    return None if x is None else low.weight(x, *shape)
+
+
+def _place(x: Weight | None) -> Place | None:
+    return None if x is None else x.place
+
+
+def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+                momentum: float, eps: float, simple: _Simple = _NOTHING, other: Value | None = None) -> Value:  # fmt: skip
+    """f(bn(x) + other)."""
+    x = low.leading(given)
+    channels, (function, numbers) = x.features[0], simple
+    sizes, numbers = (channels, x.size // channels), (eps, momentum, *numbers)
+    w, b = _optional(low, weight, channels), _optional(low, bias, channels)
+    running = _place(_optional(low, mean, channels)), _place(_optional(low, var, channels))
+    y, residual = low.like(x), None if other is None else other.rows
+    of_x = x.rows, _place(w), _place(b)
+    stats: tuple[Place | None, Place | None]
+    if training:
+        stats = low.a.numbers(channels), low.a.numbers(channels)
+        low.a.normalizes(x.features, groups=channels)
+        low.emit(Operation.BATCH_NORM, *of_x, *running, *stats, y.rows, residual, sizes=sizes, flag=function,
+                 numbers=numbers)  # fmt: skip
+    else:
+        low.emit(Operation.BATCH_NORM_FIXED, *of_x, *running, y.rows, residual, sizes=sizes, flag=function,
+                 numbers=numbers)  # fmt: skip
+
+    def backward(g: Rows) -> None:
+        g = low.own(g)
+        apart = other is not None and other.needs
+        grads = low.rows(x.size) if apart else g, low.grad_of(w), low.grad_of(b)
+        of_y = None if other is None else y.rows
+        if training:
+            low.emit(Operation.BATCH_NORM_BACKWARD, *of_x, *stats, low.a.numbers(2 * channels), g, of_y, *grads,
+                     sizes=sizes, flag=function, numbers=numbers)  # fmt: skip
+        else:
+            low.emit(Operation.BATCH_NORM_FIXED_BACKWARD, *of_x, *running, g, of_y, *grads, sizes=sizes,
+                     flag=function, numbers=numbers)  # fmt: skip
+        low.give(x, grads[0])
+        if other is not None:
+            low.give(other, g)
+
+    return low.result(y, backward, x, w, b, other)
+
+
+@rule("batch_norm.default")
+def batch_norm(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
+               eps: float, _: bool) -> Value:  # fmt: skip
+    return _batch_norm(low, x, weight, bias, mean, var, training, momentum, eps)
+
+
+def fused_batch_norm() -> None:
+    """Batch normalization, perhaps the addition of a residual, then an activation function."""
+
+
+@rule_of(fused_batch_norm)
+def _fused_batch_norm(low: Lowering, function: int, numbers: tuple[float, ...], other: Any, *arguments: Any) -> Value:
+    x, weight, bias, mean, var, training, momentum, eps, _ = arguments
+    given, simple = (x, weight, bias, mean, var, training, momentum, eps), (Function(function), tuple(numbers))
+    if other is None or (isinstance(other, Value) and other.leads and other.shape == x.shape):
+        return _batch_norm(low, *given, simple, other)
+    return activate(low, RULES[aten.add.Tensor](low, _batch_norm(low, *given), other), *_spread(simple))
+
+
+def _spread(simple: _Simple) -> tuple[Any, ...]:
+    return (simple[0], *simple[1])
+
+
+def _normalize(low: Lowering, x: Value, groups: Dims, w: Weight | None, b: Weight | None, eps: float, *,
+               centered: bool = True, simple: _Simple = _NOTHING, gamma: Weight | None = None) -> Value:  # fmt: skip
+    """gamma * f((x - mean) / deviation * w + b); `groups` as in layers.h."""
+    function, numbers = simple
+    numbers = (eps, 0.0, *numbers)
+    weights = groups[0] * groups[1] if groups[3] else groups[1]
+    y, mean, rstd = low.like(x), low.rows(groups[0]) if centered else None, low.rows(groups[0])
+    of_x = x.rows, _place(w), _place(b), _place(gamma), mean, rstd
+    low.emit(Operation.GROUP_NORM, *of_x, y.rows, sizes=groups, flag=function, numbers=numbers)
+
+    def backward(g: Rows) -> None:
+        g = low.own(g)
+        grads = low.grad_of(w), low.grad_of(b), low.grad_of(gamma)
+        scratch = low.a.scratch(weights * 3 * _WIDEST)
+        low.emit(Operation.GROUP_NORM_BACKWARD, *of_x, g, *grads, scratch, sizes=groups, flag=function,
+                 numbers=numbers)  # fmt: skip
+        low.give(x, g)
+
+    return low.result(y, backward, x, w, b, gamma)
+
+
+_WIDEST = 16
+"""Numbers of the longest vectors of a processor."""
+
+
+def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: bool = True, **after: Any) -> Value:  # fmt: skip
+    x = low.leading(x)
+    channels = x.features[0]
+    low.a.normalizes(x.features, groups=groups)
+    sizes = groups, channels // groups, x.size // channels, 1
+    return _normalize(low, x, sizes, _optional(low, weight, channels), _optional(low, bias, channels), eps, **after)
+
+
+def _last(low: Lowering, x: Any, shape: Sequence[int]) -> tuple[Value, Dims]:
+    """A value that is normalized over its last axes, and its groups."""
+    x = low.value(x)
+    if x.axis is not None and x.axis >= len(x.shape) - len(shape):
+        raise low.refuse("a normalization over the examples of a batch")
+    count = math.prod(shape)
+    return x, (x.size // count, count, 1, 0)
+
+
+def _layer_norm(low: Lowering, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: bool = True, **after: Any) -> Value:  # fmt: skip
+    x, groups = _last(low, x, shape)
+    return _normalize(low, x, groups, _optional(low, weight, *shape), _optional(low, bias, *shape), eps, **after)
+
+
+def _rms_norm(low: Lowering, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None,
+              **after: Any) -> Value:  # fmt: skip
+    x, groups = _last(low, x, shape)
+    smallest = -1.0 if eps is None else eps  # that of the type of the numbers, which the kernel knows
+    return _normalize(low, x, groups, _optional(low, weight, *shape), None, smallest, centered=False, **after)
+
+
+def _instance_norm(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, by_input: bool,
+                   momentum: float, eps: float, _: bool, **after: Any) -> Value:  # fmt: skip
+    if mean is not None or var is not None or not by_input:
+        raise low.refuse("running statistics of single examples")
+    return _group_norm(low, x, low.value(x).shape[1], weight, bias, eps, **after)
+
+
+_NORMALIZATIONS: Final[dict[Any, Callable[..., Value]]] = {
+    aten.group_norm.default: _group_norm, aten.layer_norm.default: _layer_norm, aten.rms_norm.default: _rms_norm,
+    aten.instance_norm.default: _instance_norm,
+}  # fmt: skip
+for _target, _found in _NORMALIZATIONS.items():
+    rule_of(_target)(_found)
+
+
+def fused_normalization() -> None:
+    """Normalization of each example, perhaps an activation function, perhaps a factor for each channel."""
+
+
+@rule_of(fused_normalization)
+def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tuple[float, ...], gamma: Any,
+                         *arguments: Any) -> Value:  # fmt: skip
+    normalize, simple = _NORMALIZATIONS[target], (Function(function), tuple(numbers))
+    if gamma is None:
+        return normalize(low, *arguments, simple=simple)
+    if isinstance(gamma, Weight):
+        return normalize(low, *arguments, simple=simple, gamma=gamma)
+    return mul(low, normalize(low, *arguments, simple=simple), gamma)
+
+
+# -- fusions -----------------------------------------------------------------------------------------------------------
+
+_BOUNDED = (aten.hardtanh.default, aten.hardtanh_.default)
+_SIMPLE: Final[dict[Any, _Simple]] = {
+    **dict.fromkeys((aten.relu.default, aten.relu_.default), (Function.RELU, ())),
+    **dict.fromkeys((aten.relu6.default, aten.relu6_.default), (Function.HARDTANH, (0.0, 6.0))),
+    **dict.fromkeys(_BOUNDED, (Function.HARDTANH, (-1.0, 1.0))),
+    **dict.fromkeys((aten.silu.default, aten.silu_.default), (Function.SILU, ())),
+    **dict.fromkeys((aten.hardswish.default, aten.hardswish_.default), (Function.HARDSWISH, ())),
+}
+
+
+def _simple_after(node: fx.Node) -> tuple[fx.Node, _Simple] | None:
+    """The activation function that alone reads a node, if it can be part of a normalization."""
+    found = only_user(node, tuple(_SIMPLE))
+    if found is None or found.kwargs:
+        return None
+    function, numbers = _SIMPLE[found.target]
+    if found.target in _BOUNDED:
+        numbers = tuple(float(bound) for bound in (*found.args[1:], *numbers[len(found.args) - 1 :]))
+    return found, (function, numbers)
+
+
+def _shape(node: object) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape) if isinstance(node, fx.Node) and "val" in node.meta else ()
+
+
+def _keeps(first: fx.Node, last: fx.Node) -> bool:
+    """Whether `first` gives the same where `last` is: nothing in between edits what was there before."""
+    node = first.next
+    while node is not last:
+        schema = getattr(node.target, "_schema", None)
+        if node.target is torch._C._set_grad_enabled or (
+            node.target is first.target and node.args[3:5] == first.args[3:5]
+        ):
+            return False
+        if schema is not None and schema.is_mutable:
+            root = node.args[0]
+            while isinstance(root, fx.Node) and root > first and root.all_input_nodes and _shares(root):
+                root = root.args[0]
+            if not isinstance(root, fx.Node) or root <= first:
+                return False
+        node = node.next
+    return True
+
+
+def _shares(node: fx.Node) -> bool:
+    """Whether a node may be the memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
+
+
+def _fuse_batch_norms(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is not aten.batch_norm.default or node.kwargs or len(node.args) != 9:
+            continue
+        before, other = node, None
+        added = only_user(node, (aten.add.Tensor, aten.add_.Tensor))
+        if added is not None and not added.kwargs and len(added.all_input_nodes) == 2:
+            a, b = added.args[:2]
+            first = a is node  # else the addition may edit the residual
+            if (first or added.target is aten.add.Tensor) and _shape(a) == _shape(b):
+                before, other = added, b if first else a
+        after = _simple_after(before)
+        if after is None or (other is not None and after[1][0] > Function.HARDTANH):
+            before, other = node, None
+            after = _simple_after(node)
+        if after is None or not _keeps(node, after[0]):
+            continue
+        function, numbers = after[1]
+        joined(graph, after[0], fused_batch_norm, int(function), numbers, other, *node.args)
+        for gone in dict.fromkeys((before, node)):
+            graph.erase_node(gone)
+
+
+def _fuse_normalizations(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target not in _NORMALIZATIONS or node.kwargs:
+            continue
+        chain, (function, numbers), gamma = [node], _NOTHING, None
+        after = _simple_after(node)
+        if after is not None:
+            chain.append(after[0])
+            function, numbers = after[1]
+        times = only_user(chain[-1], (aten.mul.Tensor,))
+        if times is not None and len(times.all_input_nodes) == 2:
+            factor = times.args[1] if times.args[0] is chain[-1] else times.args[0]
+            if _shape(factor) == _shape_of_factor(node):
+                chain.append(times)
+                gamma = factor
+        if len(chain) == 1 or not _keeps(node, chain[-1]):
+            continue
+        joined(graph, chain.pop(), fused_normalization, node.target, int(function), numbers, gamma, *node.args)
+        for gone in reversed(chain):
+            graph.erase_node(gone)
+
+
+def _shape_of_factor(node: fx.Node) -> tuple[int, ...]:
+    """Of one factor for each weight of a normalization."""
+    if node.target in (aten.layer_norm.default, aten.rms_norm.default):
+        shape = node.args[1]
+        assert isinstance(shape, Sequence)
+        return tuple(int(size) for size in shape if isinstance(size, int))
+    _, channels, *space = _shape(node)
+    return (channels, *(1 for _ in space))
+
+
+FUSIONS.extend((_fuse_batch_norms, _fuse_normalizations))
+
+# -- pooling -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers_of(x: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    """One number for each axis."""
+    found = (x,) if isinstance(x, int) else tuple(x)
+    return found * axes if len(found) == 1 else found
+
+
+def _planes(low: Lowering, x: Any, axes: int) -> Value:
+    """A value whose last axes are of space."""
+    x = low.value(x)
+    if x.axis is not None and x.axis >= len(x.shape) - axes:
+        raise low.refuse("windows over the examples of a batch")
+    return x
+
+
+def _with_space(low: Lowering, x: Value, out: Sequence[int]) -> Value:
+    """New rows with other sizes of the last axes."""
+    y = replace(x, rows=Rows(0, 0), shape=(*x.shape[: -len(out)], *out), needs=False)
+    return replace(y, rows=low.rows(y.size))
+
+
+def _windows(x: Value, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+             dilation: Sequence[int], adaptive: bool = False) -> Dims:  # fmt: skip
+    """Sizes of an instruction: Windows of layers.h; one axis of space is a row of an image."""
+    axes = len(out)
+    more = (1,) * (2 - axes)
+    space = x.dims[-axes:]
+    of_axes = [(*more, *sizes) for sizes in (space, out, kernel, stride)]
+    of_axes += [(*(0 for _ in more), *padding), (*more, *dilation)]
+    return (x.size // math.prod(space), *(size for sizes in of_axes for size in sizes), int(adaptive))
+
+
+def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """Windows along an axis."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    if not ceil:
+        return room // stride + 1
+    count = -(-room // stride) + 1
+    return count - ((count - 1) * stride >= size + padding)  # the last window begins inside
+
+
+def _max_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int]) -> Value:
+    y = _with_space(low, x, out)
+    winners = low.rows(y.size) if low.trains(x) else None
+    low.emit(Operation.MAX_POOL, x.rows, y.rows, winners, sizes=sizes)
+
+    def backward(g: Rows) -> None:
+        low.into(x, lambda grad: low.emit(Operation.MAX_POOL_BACKWARD, winners, g, grad, sizes=sizes))
+
+    return low.result(y, backward, x)
+
+
+def _average_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int], padded: bool, divisor: int | None) -> Value:
+    y, options = _with_space(low, x, out), {"flag": int(padded), "numbers": (float(divisor or 0),)}
+    low.emit(Operation.AVERAGE_POOL, x.rows, y.rows, sizes=sizes, **options)
+
+    def backward(g: Rows) -> None:
+        low.into(x, lambda grad: low.emit(Operation.AVERAGE_POOL_BACKWARD, g, grad, sizes=sizes, **options))
+
+    return low.result(y, backward, x)
+
+
+def _register_pools(axes: int) -> None:
+    def max_pool(low: Lowering, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+                 ceil: bool = False) -> Value:  # fmt: skip
+        x = _planes(low, x, axes)
+        kernel = _numbers_of(kernel, axes)
+        stride, padding, dilation = (
+            _numbers_of(stride or kernel, axes),
+            _numbers_of(padding, axes),
+            _numbers_of(dilation, axes),
+        )
+        out = [_pooled(*of, ceil) for of in zip(x.dims[-axes:], kernel, stride, padding, dilation, strict=True)]
+        return _max_pool(low, x, _windows(x, out, kernel, stride, padding, dilation), out)
+
+    def avg_pool(low: Lowering, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False,
+                 padded: bool = True, divisor: int | None = None) -> Value:  # fmt: skip
+        x = _planes(low, x, axes)
+        kernel, ones = _numbers_of(kernel, axes), (1,) * axes
+        stride, padding = _numbers_of(stride or kernel, axes), _numbers_of(padding, axes)
+        out = [_pooled(*of, ceil) for of in zip(x.dims[-axes:], kernel, stride, padding, ones, strict=True)]
+        return _average_pool(low, x, _windows(x, out, kernel, stride, padding, ones), out, padded, divisor)
+
+    def adaptive(low: Lowering, x: Any, given: Any) -> tuple[Value, Dims, list[int]]:
+        x = _planes(low, x, axes)
+        sizes = x.dims[-axes:]
+        out = [size if k is None else k for size, k in zip(sizes, _numbers_of(given, axes), strict=True)]
+        ones, nothing = (1,) * axes, (0,) * axes
+        return x, _windows(x, out, ones, ones, nothing, ones, adaptive=True), out
+
+    def adaptive_avg_pool(low: Lowering, x: Any, given: Any) -> Value:
+        x, sizes, out = adaptive(low, x, given)
+        if set(out) == {1}:
+            return total(low, x, list(range(-axes, 0)), True, mean=True)
+        return _average_pool(low, x, sizes, out, False, None)
+
+    def adaptive_max_pool(low: Lowering, x: Any, given: Any) -> tuple[Value, None]:
+        return _max_pool(low, *adaptive(low, x, given)), None
+
+    def max_pool_with_indices(low: Lowering, *arguments: Any) -> tuple[Value, None]:
+        return max_pool(low, *arguments), None
+
+    rule(f"max_pool{axes}d.default")(max_pool)
+    rule(f"max_pool{axes}d_with_indices.default")(max_pool_with_indices)
+    rule(f"avg_pool{axes}d.default")(avg_pool)
+    rule(f"adaptive_avg_pool{axes}d.default")(adaptive_avg_pool)
+    rule(f"adaptive_max_pool{axes}d.default")(adaptive_max_pool)
+
+
+for _axes in (1, 2):
+    _register_pools(_axes)
+
+# -- moving pixels -----------------------------------------------------------------------------------------------------
+
+
+@rule("pixel_shuffle.default")
+def pixel_shuffle(low: Lowering, x: Any, factor: int) -> Any:
+    x = low.leading(x)
+    batch, channels, height, width = x.shape
+    apart = low.value(reshaped(low, x, (batch, channels // factor**2, factor, factor, height, width)))
+    moved = permute(low, apart, [0, 1, 4, 2, 5, 3])
+    return reshaped(low, moved, (batch, channels // factor**2, height * factor, width * factor))
+
+
+@rule("pixel_unshuffle.default")
+def pixel_unshuffle(low: Lowering, x: Any, factor: int) -> Any:
+    x = low.leading(x)
+    batch, channels, height, width = x.shape
+    apart = low.value(reshaped(low, x, (batch, channels, height // factor, factor, width // factor, factor)))
+    moved = permute(low, apart, [0, 1, 3, 5, 2, 4])
+    return reshaped(low, moved, (batch, channels * factor**2, height // factor, width // factor))
+
+
+@rule("channel_shuffle.default", "native_channel_shuffle.default")
+def channel_shuffle(low: Lowering, x: Any, groups: int) -> Any:
+    x = low.leading(x)
+    batch, channels, *space = x.shape
+    apart = low.value(reshaped(low, x, (batch, groups, channels // groups, math.prod(space))))
+    return reshaped(low, permute(low, apart, [0, 2, 1, 3]), x.shape)
+
+
+@rule("flip.default")
+def flip(low: Lowering, x: Any, dims: Sequence[int]) -> Value:
+    x = low.value(x)
+    turned = {d % len(x.shape) for d in dims}
+    if x.axis in turned:
+        raise low.refuse("examples of a batch in another order")
+    strides = strides_of(x.dims)
+    backwards = [-s if d in turned else s for d, s in enumerate(strides)]
+    first = sum(strides[d] * (x.dims[d] - 1) for d in turned)
+    return rearranged(low, x, low.like(x), backwards, strides, x.dims, first=first)
+
+
+@rule("roll.default")
+def roll(low: Lowering, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    if len(shifts) != len(dims):
+        raise low.refuse("a roll over all axes at once")
+    for shift, d in zip(shifts, dims, strict=True):
+        d = d % len(x.shape)
+        if start := -shift % x.shape[d]:
+            x = cat(low, [slice_(low, x, d, start, x.shape[d]), slice_(low, x, d, 0, start)], d)
+    return x
+
+
+@rule("constant_pad_nd.default")
+def constant_pad(low: Lowering, x: Any, pads: Sequence[int], value: float = 0.0) -> Value:
+    x = low.value(x)
+    axes = len(x.shape)
+    of = [(0, 0)] * axes
+    for k in range(len(pads) // 2):
+        of[axes - 1 - k] = pads[2 * k], pads[2 * k + 1]
+    for d, (before, after) in enumerate(of):
+        if (before or after) and d == x.axis:
+            raise low.refuse("more or fewer examples")
+        if before < 0 or after < 0:
+            x = slice_(low, x, d, max(-before, 0), x.shape[d] - max(-after, 0))
+    shape = tuple(size + max(before, 0) + max(after, 0) for size, (before, after) in zip(x.shape, of, strict=True))
+    if shape == x.shape:
+        return x
+    y = replace(x, rows=Rows(0, 0), shape=shape, needs=False)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(value),))
+    strides = strides_of(y.dims)
+    into = sum(max(before, 0) * strides[d] for d, (before, _) in enumerate(of))
+    return rearranged(low, x, y, strides_of(x.dims), strides, x.dims, into=into)
+
+
+def _extended(low: Lowering, x: Value, dim: int, before: int, after: int, mode: str) -> Value:
+    """Padded along one axis with numbers of its own."""
+    size = x.dims[dim]
+    shape = (*x.shape[:dim], size + before + after, *x.shape[dim + 1 :])
+    y = replace(x, rows=Rows(0, 0), shape=shape, needs=False)
+    y = replace(y, rows=low.rows(y.size))
+    # (to, from, step, count): `count` places of y take those of x at some step
+    parts = [(before, 0, 1, size)]
+    if mode == "reflect":
+        parts += [(0, before, -1, before), (before + size, size - 2, -1, after)]
+    elif mode == "replicate":
+        parts += [(0, 0, 0, before), (before + size, size - 1, 0, after)]
+    else:
+        parts += [(0, size - before, 1, before), (before + size, 0, 1, after)]
+    inner = math.prod(x.dims[dim + 1 :])
+
+    def copy(rows: Rows, target: Rows, back: bool) -> None:
+        for to, start, step, count in parts:
+            dims = (math.prod(x.dims[:dim]), count, inner)
+            of_x, of_y = (size * inner, step * inner, 1), (y.dims[dim] * inner, inner, 1)
+            if not count:
+                continue
+            at_x, at_y = start * inner, to * inner
+            if back:
+                low.emit(Operation.COPY, _from(rows, at_y), _from(target, at_x), sizes=loop(dims, of_x, of_y), flag=1)
+            else:
+                low.emit(Operation.COPY, _from(rows, at_x), _from(target, at_y), sizes=loop(dims, of_y, of_x))
+
+    def backward(g: Rows) -> None:
+        def write(grad: Rows) -> None:
+            low.emit(Operation.FILL, grad, sizes=(x.size,), numbers=(0.0,))
+            copy(g, grad, True)
+
+        low.into(x, write)
+
+    copy(x.rows, y.rows, False)
+    return low.result(y, backward, x)
+
+
+def _from(rows: Rows, begin: int) -> Rows:
+    return Rows(rows.first + begin, rows.size - begin)
+
+
+@rule("pad.default")
+def pad(low: Lowering, x: Any, pads: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+    if mode == "constant":
+        return constant_pad(low, x, pads, value or 0.0)
+    x = low.value(x)
+    for k in range(len(pads) // 2):
+        dim, (before, after) = len(x.shape) - 1 - k, pads[2 * k : 2 * k + 2]
+        if dim == x.axis:
+            raise low.refuse("more or fewer examples")
+        if before < 0 or after < 0:
+            raise low.refuse(f"a {mode} padding of less than nothing")
+        if before or after:
+            x = _extended(low, x, dim, before, after, mode)
+    return x
+
+
+_NEAREST, _NEAREST_EXACT, _LINEAR, _ALIGNED = range(4)
+"""Rules of RESIZE."""
+
+
+def _resize(low: Lowering, x: Any, axes: int, kind: int, size: Sequence[int] | None,
+            factors: Sequence[float] | None) -> Value:  # fmt: skip
+    x = _planes(low, x, axes)
+    space = x.dims[-axes:]
+    if size is None:
+        assert factors is not None
+        out = [math.floor(n * f) for n, f in zip(space, factors, strict=True)]
+    else:
+        out = [int(n) for n in size]
+    steps = [1.0] * (2 - axes)
+    for n, m, factor in zip(space, out, factors or (None,) * axes, strict=True):
+        if kind == _ALIGNED:
+            steps.append((n - 1) / (m - 1) if m > 1 else 0.0)
+        elif kind == _NEAREST and m in (n, 2 * n):  # as PyTorch does, whatever the factor
+            steps.append(n / m)
+        else:
+            steps.append(1.0 / factor if factor else n / m)
+    more = (1,) * (2 - axes)
+    sizes = (x.size // math.prod(space), *more, *space, *more, *out)
+    y, options = _with_space(low, x, out), {"flag": kind, "numbers": tuple(steps)}
+    low.emit(Operation.RESIZE, x.rows, y.rows, sizes=sizes, **options)
+
+    def backward(g: Rows) -> None:
+        low.into(x, lambda grad: low.emit(Operation.RESIZE_BACKWARD, g, grad, sizes=sizes, **options))
+
+    return low.result(y, backward, x)
+
+
+@rule("upsample_nearest1d.vec", "upsample_nearest2d.vec")
+def nearest(low: Lowering, x: Any, size: Any, factors: Any) -> Value:
+    return _resize(low, x, len(size or factors), _NEAREST, size, factors)
+
+
+@rule("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec")
+def nearest_exact(low: Lowering, x: Any, size: Any, factors: Any) -> Value:
+    return _resize(low, x, len(size or factors), _NEAREST_EXACT, size, factors)
+
+
+@rule("upsample_linear1d.vec", "upsample_bilinear2d.vec")
+def linear(low: Lowering, x: Any, size: Any, aligned: bool, factors: Any) -> Value:
+    return _resize(low, x, len(size or factors), _ALIGNED if aligned else _LINEAR, size, factors)

@@ -131,6 +131,7 @@ class Examples:
         table: [C, 256], the numbers that the bytes of each channel stand for.
         moves: [H, count, 3] int64, a window of each image as drawn by `CropAndFlip`. border: its `padding`.
         keys_each: numbers of each batch in the space KEYS of a host (`sequences.pass_keys`).
+        first: number of the first batch in its pass.
     """
 
     images: Tensor
@@ -143,6 +144,7 @@ class Examples:
     border: int = 0
     own_labels: bool = False
     keys_each: int = 0
+    first: int = 0
 
     @property
     def count(self) -> int:
@@ -165,7 +167,8 @@ class Examples:
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
         return ExamplesStruct(
-            *pointers, *sizes, channels, height, width, self.border, self.own_labels, each, keys_each=self.keys_each
+            *pointers, *sizes, channels, height, width, self.border, self.own_labels, each, self.first,
+            keys_each=self.keys_each
         )
 
 
@@ -225,13 +228,14 @@ class _Memory:
 @final
 @dataclass(frozen=True)
 class Workload:
-    """The program of each host, made once per pass: `code` of all programs, and first instruction and count [H].
+    """The program of each host, made once per pass: different `programs`, those `of_hosts` [H], `code` of all of them, and first instruction and count [H].
 
     `chunk` [H]: examples of a batch that pass through the layers together (`Program.chunk`).
     `turn` [H]: the hosts, those with the most work first, so that threads end at nearly the same time.
     """
 
     programs: tuple[Program, ...]
+    of_hosts: tuple[Program, ...]
     code: np.ndarray
     first: np.ndarray
     count: np.ndarray
@@ -251,7 +255,7 @@ class Workload:
         chunk = np.array([program.chunk for program in programs], dtype=np.int64)
         code = np.concatenate([p.code for p in distinct.values()])
         turn = np.argsort([-program.cost for program in programs], kind="stable")
-        return cls(tuple(distinct.values()), code, first, count, chunk, turn)
+        return cls(tuple(distinct.values()), tuple(programs), code, first, count, chunk, turn)
 
     def part(self, k: int) -> "Workload":
         """That of one host."""

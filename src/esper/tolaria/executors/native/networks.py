@@ -27,11 +27,11 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.leyline.objective import Objective
 from esper.tasks.losses import Classification, NextToken
-from esper.tolaria.executors.native.compare import disagreement
+from esper.tolaria.executors.native.compare import both_graphs, disagreement
 from esper.tolaria.executors.native.lowering import Constants, Lowering, State, Value, Weight, run_graph
 from esper.tolaria.executors.native.machine import Spaces, cached_library
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Program, Rows
-from esper.tolaria.executors.native.trace import BATCH, NoRuleError, trace
+from esper.tolaria.executors.native.trace import NoRuleError
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.training import TrainedRows, trained_mask
 
@@ -85,18 +85,22 @@ class Graphs(NamedTuple):
         return run_graph(low, graph, row, of_buffers, x, **options)  # type: ignore[arg-type]
 
 
-def graphs_of(kind: Kind, x: Tensor) -> Graphs:
+def graphs_of(kind: Kind, x: Tensor, *, lines: bool = False) -> Graphs:
     """The graphs of modules of a kind for inputs like x [1, ...], compared with PyTorch.
 
     Raises:
         NoRuleError: an operation has no rule, or its results differ.
     """
     template = kind.new_template()
-    if reason := disagreement(template, x):
-        raise NoRuleError(reason)
-    inputs = x[:1].expand(BATCH, *x.shape[1:]).clone()
-    training, measuring = (trace(template, inputs, training=mode) for mode in (True, False))
-    return Graphs(training, measuring, template.parameters, template.buffers)
+    try:
+        graphs = both_graphs(kind.new_template(), x, lines=lines)
+        if reason := disagreement(template, x, graphs=graphs):
+            raise NoRuleError(reason)
+    except NoRuleError:
+        if lines:
+            raise
+        return graphs_of(kind, x, lines=True)
+    return Graphs(*graphs, template.parameters, template.buffers)
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,11 @@ class ActiveSeed:
     def _run(
         self, low: Lowering, module: Graphs, values: SlotSpace, buffers: SlotSpace, trainable: bool, x: Value
     ) -> Value:
-        grads = slot_space(self.s, SlotSpace(values + 1)) if trainable else None
+        grads, of_host = slot_space(self.s, SlotSpace(values + 1)) if trainable else None, low.slot
+        low.slot = self.s
         spaces = slot_space(self.s, values), grads, slot_space(self.s, buffers)
         (out,) = module.write(low, spaces, x)
+        low.slot = of_host
         return out
 
 
@@ -177,7 +183,7 @@ class Networks:
         self._optimizer: OptimizerSpec = p.optimizer_spec
         self.constants = Constants(Space.CONSTANTS)
         try:
-            self._host = graphs_of(p.host_kind, example)
+            self._host = _host_graphs(p, example)
         except NoRuleError as error:
             raise ConfigError(
                 f"compiled C++ cannot run the host: {error}; set executor to 'fused' or 'streamed'."
@@ -208,7 +214,8 @@ class Networks:
         return np.asarray(np.isin(codes[..., 0], self._runnable).all(axis=1))
 
     def _lowering(self, *, trainable: bool) -> Lowering:
-        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch)
+        slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
+        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch, slot)
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""
@@ -228,7 +235,7 @@ class Networks:
             low.give(outputs, grad)
             low.backward()
         self._step(low, seeds)
-        return low.a.program()
+        return low.a.program(low.masks)
 
     def _write_step(self, code: bytes) -> Program:
         """The optimizer step alone, for a host whose gradients PyTorch has computed."""
@@ -241,7 +248,7 @@ class Networks:
         low, seeds = self._lowering(trainable=False), self._active(code)
         rows = np.frombuffer(sets, dtype=np.bool_).reshape(count, -1).tolist()
         states = [
-            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on) & seeds.keys()
+            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on and point.slot_id in seeds)
             for row in rows
         ]
         outputs = self._forward(low, seeds, states)
@@ -351,6 +358,23 @@ _FIELDS = 5
 _NOTHING = -1
 CACHED_PROGRAMS: Final = 2048
 """Programs of each kind in the cache: each takes some tens of kilobytes, and a few milliseconds to write."""
+
+
+_HOSTS: Final = 16
+"""Hosts whose graphs are kept."""
+_hosts: dict[tuple[int, tuple[str, ...], tuple[int, ...]], tuple[object, Graphs]] = {}
+
+
+def _host_graphs(population: Population, example: Tensor) -> Graphs:
+    """`graphs_of` the host, found once for each architecture."""
+    host = population.host_module
+    spec = getattr(host, "spec", host)
+    key = id(spec), host.execution_order(), tuple(example.shape[1:])
+    if key not in _hosts:
+        if len(_hosts) >= _HOSTS:
+            _hosts.pop(next(iter(_hosts)))
+        _hosts[key] = spec, graphs_of(population.host_kind, example)  # the id stays unique while the spec is kept
+    return _hosts[key][1]
 
 
 def _known(kind: Kind, h: Tensor) -> Graphs:

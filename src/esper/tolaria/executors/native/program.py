@@ -39,7 +39,9 @@ INSTRUCTION: Final = np.dtype(
 Operation = IntEnum(
     "Operation",
     "CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD MULTIPLY MULTIPLY_INPUT_GRAD MULTIPLY_WEIGHT_GRAD "  # convolution.h
-    "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED "  # layers.h
+    "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED BATCH_NORM_FIXED_BACKWARD GROUP_NORM GROUP_NORM_BACKWARD "  # layers.h
+    "ACTIVATE ACTIVATE_BACKWARD PRELU PRELU_BACKWARD SOFTMAX SOFTMAX_BACKWARD MAX_POOL MAX_POOL_BACKWARD AVERAGE_POOL "
+    "AVERAGE_POOL_BACKWARD RESIZE RESIZE_BACKWARD "
     "EMBED EMBED_WEIGHT_GRAD ATTEND ATTEND_BACKWARD PRODUCT RUNNING_SUM SELECT DROP "  # sequences.h
     "CLEAR LOAD STORE BARRIER COPY FILL COMBINE AFFINE SUM SPREAD SPREAD_BACKWARD BLEND BLEND_BACKWARD CROSS_ENTROPY "  # tensors.h
     "SQUARE_NORM CLIP SGD ADAMW",  # optimizers.h
@@ -74,6 +76,7 @@ class Program:
     """Instructions, and the working memory they need: rows of lanes (of all chunks, of one), numbers, scratch numbers.
 
     `single` is the shape of features of which one example gives a normalization a single value; else None.
+    `masks`: the slots whose random numbers make the masks of dropout of a batch, in order.
     """
 
     code: np.ndarray
@@ -82,6 +85,7 @@ class Program:
     numbers: int
     scratch: int
     single: tuple[int, ...] | None = None
+    masks: tuple[int, ...] = ()
 
     @cached_property
     def cost(self) -> int:
@@ -168,11 +172,11 @@ class Assembler:
         """End the program here; `Program.rest` goes on when the caller has the gradients of the outputs."""
         self.emit(Operation.BARRIER)
 
-    def program(self) -> Program:
+    def program(self, masks: Sequence[int] = ()) -> Program:
         """The program written so far."""
         code = np.array(self._code, dtype=INSTRUCTION)
         rows, local = place_rows(code, np.array(self._begins))
-        return Program(code, rows, local, self._numbers, self._scratch, self._single)
+        return Program(code, rows, local, self._numbers, self._scratch, self._single, tuple(masks))
 
 
 @final

@@ -80,7 +80,6 @@ class NativeExecutor(NetworkExecutor):
         self.refused = self._networks.refused
         self._machine = Machine(threads=threads)
         self._decay = data.decay_mask.to(torch.float32)
-        self._constants = self._networks.constants.tensor(torch.float32)
         inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
         self._table = None
         if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
@@ -128,10 +127,11 @@ class NativeExecutor(NetworkExecutor):
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
-        spaces = training_spaces(p, alpha, self._constants, hosts, rows, self._decay, lr_factors)
+        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
+        constants = self._networks.constants.tensor()
+        spaces = training_spaces(p, alpha, constants, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
             step = Workload.of_each([self._networks.step(code.tobytes()) for code in codes[others]])
@@ -245,7 +245,8 @@ class NativeExecutor(NetworkExecutor):
         measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n])) for n in ours]
         work = Workload.of_each([program for program, _ in measured])
         most = max(max(states) for _, states in measured) + 1
-        spaces = population_spaces(p, alpha, self._constants).of(ours)
+        constants = self._networks.constants.tensor()
+        spaces = population_spaces(p, alpha, constants).of(ours)
         totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
         stored = self._as_stored(batches)

@@ -348,6 +348,7 @@ class Constants:
     def __init__(self, space: int) -> None:
         self.space, self._tensors, self._places = space, list[Tensor](), dict[int, tuple[Tensor, Place]]()
         self._size = 0
+        self._joined: Tensor | None = None
 
     def place(self, x: Tensor) -> Place:
         """Where a tensor lies; it is added if it is new."""
@@ -357,9 +358,11 @@ class Constants:
             self._size += x.numel()
         return self._places[id(x)][1]
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        """All of them."""
-        return torch.cat([torch.zeros(0), *self._tensors]).to(dtype)
+    def tensor(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All of them so far."""
+        if self._joined is None or len(self._joined) != self._size or self._joined.dtype is not dtype:
+            self._joined = torch.cat([torch.zeros(0), *self._tensors]).to(dtype)
+        return self._joined
 
 
 State = frozenset[str]

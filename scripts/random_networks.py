@@ -507,7 +507,12 @@ EDITS: Final = [
     "y = x * 1; F.elu_(y); return y + x", "y = F.dropout(x, 0.0, True, True); return y", "y = x.reshape(len(x), -1); y += 1; return x * 2",
     "y = x.contiguous(); y += 1; return x * 2", "y = x.to(x.dtype); y += 1; return x * 2", "y = x.flatten(1); y *= 2; return x + 0",
     "y = x.permute(*range(x.dim())); y *= 2; return x * 1", "y = x.expand(*x.shape); y += 1; return x * 1",
-    "y = x.real if x.is_complex() else x; y = y.float() if False else y; y *= 0.5; return y",
+    "y = F.dropout(x, 0.5, False); y += 1; return x * 2", "with torch.no_grad(): y = x * 2; a, b = y[:, :1], y[:, -1:]; a += 1; return y + x",
+    "with torch.no_grad(): y = x * 2; a = y.chunk(2, 1)[0]; a.add_(1); return y + x", "with torch.no_grad(): y = x * 2; y += x; return y * x",
+    "with torch.no_grad(): y = x * 2; y.unbind(1)[0].mul_(2); return y + x", "with torch.no_grad(): y = x * 2; y[:, 0] = 1; return y + x",
+    "y = x * 2; z = y[:, :1]; y.add_(1); z.mul_(2); return y", "y = x * 2; y.add_(1); z = y[:, :1]; z.mul_(2); return z", "z = x[:, :1]; z.mul_(2); return z",
+    "y = x * 1; z = y.detach(); y += 1; return y * z", "y = x * 1; y[0] += 1; return y", "y = x.new_zeros(x.shape[1:]); y += 1; return x * y",
+    "y = torch.zeros(x.shape[-1]); y[0] = 1; return x + y", "y = torch.zeros(x.shape[-1]); y += 0.5; return x + y", "y = x.real if x.is_complex() else x; y = y.float() if False else y; y *= 0.5; return y",
 ]  # fmt: skip
 PAIRS: Final = [
     "x + y", "x + y", "x - 2 * y", "x * y", "torch.maximum(x, y)", "torch.minimum(x, y)", "x.add(y, alpha=0.5)",
@@ -593,6 +598,7 @@ def with_tables(d: Draw) -> str:
         f"Fn('x: w = self.p.softmax(0); return x * w[0] + x.tanh() * w[1]', p=(2,))",
         f"Fn('x: torch.where(self.p > 0, x, x * 0.5)', p={wide})", f"Fn('x: torch.cat([x, self.p.expand(len(x), *self.p.shape)], 1)', p={d.shape})",
         f"Fn('x: y = x + self.p; y += self.p; return y', p={d.shape})",
+        f"Fn('x: with torch.no_grad(): self.p.mul_(0.5); return x * self.p', p={wide})",
         f"Fn('x: self.b.copy_(self.b * 0.5 + 0.25); return x * self.b', b={wide})",
     ])  # fmt: skip
 

@@ -605,7 +605,7 @@ def with_tables(d: Draw) -> str:
 
 def _wrapped(r: random.Random, code: str) -> str:
     """Sometimes a layer that is not trained, or stays in evaluation mode."""
-    if not code.startswith("nn.") or r.random() > 0.12:
+    if not code.startswith("nn.") or "weight_norm" in code or r.random() > 0.12:
         return code
     return f"{r.choice(['frozen', 'half_frozen', 'Kept', 'NoGrad', 'frozen'])}({code})"
 

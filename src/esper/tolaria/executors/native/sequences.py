@@ -260,6 +260,8 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
     if len(terms) == 1:
         return _arranged(low, operands[0], terms[0], out)
     (first, second), (a, b) = terms, operands
+    if any(a.shape[first.index(x)] != b.shape[second.index(x)] for x in set(first) & set(second)):
+        raise low.refuse(f"the sum {equation!r} of {a.shape} and {b.shape}")  # PyTorch broadcasts sizes of 1
     batch = [x for x in first if x in second and x in out]
     inner = [x for x in first if x in second and x not in out]
     rows, columns = [x for x in first if x in out and x not in batch], [x for x in second if x in out and x not in batch]

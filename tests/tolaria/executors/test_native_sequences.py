@@ -69,7 +69,7 @@ class Tied(nn.Module):
         return F.linear(self.positions(self.table(x)), self.table.weight)
 
 
-@pytest.mark.parametrize("examples", [7, 16, 37])
+@pytest.mark.parametrize("examples", [16, 37])
 @pytest.mark.parametrize(
     "module", [nn.Embedding(11, 5), nn.Embedding(11, 5, padding_idx=3), Tied()], ids=["plain", "padded", "tied"]
 )
@@ -101,14 +101,14 @@ def attend(**options: Any) -> Function:
     return Function(lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x * s.v), heads(x + s.v), **options))
 
 
-@pytest.mark.parametrize("length", [1, 4, 7, 16, 33])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "scale": 0.7}])
+@pytest.mark.parametrize("length", [1, 7, 33])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.7}])
 def test_attention_agrees_with_pytorch(length, options):
     assert disagreement(attend(**options), features(9, length, WIDTH)) is None
     assert single(attend(**options), features(19, length, WIDTH)) is None
 
 
-@pytest.mark.parametrize("examples", [1, 16, 37])
+@pytest.mark.parametrize("examples", [1, 37])
 def test_attention_of_any_number_of_examples_agrees_with_pytorch(examples):
     assert single(attend(is_causal=True), features(examples, 9, WIDTH), chunk=16) is None
     assert disagreement(attend(is_causal=True), features(examples, 9, WIDTH), chunk=16) is None
@@ -190,6 +190,7 @@ PRODUCTS = {
     "mT": lambda s, x: x @ s.u.mT,
     "permuted": lambda s, x: x @ s.u.permute(-1, 0),
     "linear_of_transposed": lambda s, x: F.linear(x, s.w.t()),
+    "linear_of_computed": lambda s, x: F.linear(x, s.u * 2, s.w[0]),
     "twice": lambda s, x: (x @ s.w) @ s.w.t() + x,
     "vector": lambda s, x: x @ s.v,
     "column": lambda s, x: x @ s.w[:, 1],
@@ -227,10 +228,9 @@ def test_products_agree_with_pytorch(name):
     assert disagreement(Function(PRODUCTS[name]), features(7)) is None
 
 
-@pytest.mark.parametrize("name", ["weight", "gram", "heads", "einsum_heads"])
-@pytest.mark.parametrize("examples", [16, 37])
-def test_products_of_any_number_of_examples_agree_with_pytorch(name, examples):
-    assert single(Function(PRODUCTS[name]), features(examples), chunk=16) is None
+@pytest.mark.parametrize("name", ["weight", "gram", "heads"])
+def test_products_of_chunks_agree_with_pytorch(name):
+    assert single(Function(PRODUCTS[name]), features(37), chunk=16) is None
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_sums_of_the_past_and_masks_agree_with_pytorch(name):
-    assert disagreement(Function(ELEMENTWISE[name]), features(7)) is None
-    assert single(Function(ELEMENTWISE[name]), features(37), chunk=16) is None
+    assert disagreement(Function(ELEMENTWISE[name]), features(20), chunk=16) is None
 
 
 @pytest.mark.parametrize(
@@ -295,8 +294,8 @@ def test_what_mixes_examples_or_draws_has_no_rule(function):
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5,), (8,), (7, 3), (3, 5, 4)])
-@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("shape", [(5,), (7, 3), (3, 5, 4)])
+@pytest.mark.parametrize("p", [0.1, 1.0])
 def test_dropout_agrees_with_pytorch(shape, p):
     module = nn.Sequential(Dropout(p, channels=False), Dropout(0.2, channels=False))
     assert disagreement(module, features(37, *shape), chunk=16, tolerance=1e-12) is None
@@ -391,7 +390,6 @@ class SelfAttention(nn.Module):
         SelfAttention(need_weights=False, attn_mask=LATER, is_causal=True),
         SelfAttention(attn_mask=LATER),
         SelfAttention(first=False, need_weights=False),
-        SelfAttention(first=False),
         SelfAttention(given={"add_bias_kv": True}),
         SelfAttention(given={"dropout": 0.2}),
         SelfAttention(given={"dropout": 0.2}, first=False),
@@ -411,8 +409,7 @@ def test_encoder_layers_agree_with_pytorch(norm_first, p):
 
 @pytest.mark.parametrize("blueprint", TRANSFORMER_BLUEPRINTS, ids=lambda blueprint: blueprint.name)
 def test_blueprints_of_transformers_agree_with_pytorch(blueprint):
-    assert disagreement(blueprint.build(WIDTH), features(7)) is None
-    assert single(blueprint.build(WIDTH), features(37), chunk=16) is None
+    assert disagreement(blueprint.build(WIDTH), features(20), chunk=16) is None
 
 
 def test_the_gate_network_agrees_with_pytorch():

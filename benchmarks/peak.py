@@ -1,12 +1,15 @@
 """Arithmetic of a training pass, and the peak of this machine."""
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.cpp.build import load
 from paired import cpu_ms
 
 GEMM = 1024
@@ -37,3 +40,13 @@ def gemm_peak() -> float:
     out = torch.empty(GEMM, GEMM)
     best = min(cpu_ms(lambda: torch.mm(a, b, out=out)) for _ in range(20))
     return 2 * GEMM**3 / best / 1e6
+
+
+def fma_peak() -> float:
+    """Best GFLOP/s of independent multiply-adds in the registers of one core, compiled as esper's kernels are."""
+    source = Path(__file__).parent / "fma" / "fma.cpp"
+    run = load(source, lambda path: ctypes.CDLL(str(path)), what="the peak", way_out="leave it out").esper_fma
+    run.restype, run.argtypes = ctypes.c_double, [ctypes.c_long, ctypes.c_float, ctypes.POINTER(ctypes.c_float)]
+    sum_, rounds = ctypes.c_float(), 2_000_000
+    operations = run(rounds, 0.5, sum_)
+    return operations / min(cpu_ms(lambda: run(rounds, 0.5, sum_)) for _ in range(20)) / 1e6

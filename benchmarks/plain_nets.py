@@ -5,7 +5,7 @@ names that esper gives them (`seeds.<slot>.seed.conv.weight`), so that both can 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -280,23 +280,45 @@ class Data:
     batch_val: int
 
 
-class PlainLoops:
-    """N networks, each trained by a loop of its own."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> mean loss of a batch."""
 
-    def __init__(self, nets: Sequence[nn.Module], data: Data, *, adamw: bool, lr: float) -> None:
+
+class PlainLoops:
+    """N networks, each trained by a loop of its own.
+
+    `loss`: cross-entropy if not given; else there is no share of right answers. `fused`: PyTorch's fused optimizer
+    step. `channels_last`: of networks and images. `compiled`: by `torch.compile`.
+    """
+
+    def __init__(
+        self, nets: Sequence[nn.Module], data: Data, *, adamw: bool, lr: float, loss: Loss | None = None,
+        fused: bool = True, channels_last: bool = False, compiled: bool = False,
+    ) -> None:  # fmt: skip
         self.nets, self.data = nets, data
-        self.optimizers = [_optimizer(net, adamw=adamw, lr=lr) for net in nets]
+        self.optimizers = [_optimizer(net, adamw=adamw, lr=lr, fused=fused) for net in nets]
+        self._loss, self._classifies = _loss if loss is None else loss, loss is None
+        self._layout = torch.channels_last if channels_last else None
+        if channels_last:
+            for net in nets:
+                net.to(memory_format=torch.channels_last)
+        self._called = [torch.compile(net) if compiled else net for net in nets]
+
+    def _batch(self, x: Tensor) -> Tensor:
+        return x if self._layout is None else x.contiguous(memory_format=self._layout)
 
     def train(self) -> list[float]:
         """Every network over its examples once; the mean loss of each."""
         (x, y), losses = self.data.train, []
-        for net, optimizer, order in zip(self.nets, self.optimizers, self.data.orders, strict=True):
+        for net, called, optimizer, order in zip(
+            self.nets, self._called, self.optimizers, self.data.orders, strict=True
+        ):
             net.train()
             owners = [[p for name, p in net.named_parameters() if not name.startswith("seeds.")]]
-            owners += [list(block.parameters()) for block in net.seeds.children()]
+            owners += [list(block.parameters()) for block in getattr(net, "seeds", nn.ModuleDict()).children()]
             total = torch.zeros(())
             for chosen in order.split(self.data.batch_train):
-                loss = _loss(net(x[chosen]), y[chosen])
+                loss = self._loss(called(self._batch(x[chosen])), y[chosen])
                 optimizer.zero_grad()
                 loss.backward()
                 for parameters in owners:
@@ -310,13 +332,14 @@ class PlainLoops:
     def evaluate(self) -> list[tuple[float, float]]:
         """Mean loss and share of right answers of each network on the validation examples."""
         (x, y), found = self.data.val, []
-        for net in self.nets:
+        for net, called in zip(self.nets, self._called, strict=True):
             net.eval()
             loss, hits = torch.zeros(()), torch.zeros(())
             for some_x, some_y in zip(x.split(self.data.batch_val), y.split(self.data.batch_val), strict=True):
-                outputs = net(some_x)
-                loss += _loss(outputs, some_y) * len(some_y) / len(y)
-                hits += (outputs.argmax(-1) == some_y).sum()
+                outputs = called(self._batch(some_x))
+                loss += self._loss(outputs, some_y) * len(some_y) / len(y)
+                if self._classifies:
+                    hits += (outputs.argmax(-1) == some_y).sum()
             found.append((float(loss), float(hits) / y.numel()))
         return found
 
@@ -325,12 +348,12 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def _optimizer(net: nn.Module, *, adamw: bool, lr: float) -> torch.optim.Optimizer:
-    """Decay of the network itself (of its matrices only with AdamW), none of its seeds; PyTorch's fused step."""
+def _optimizer(net: nn.Module, *, adamw: bool, lr: float, fused: bool) -> torch.optim.Optimizer:
+    """Decay of the network itself (of its matrices only with AdamW), none of its seeds."""
     own = {name: p for name, p in net.named_parameters() if not name.startswith("seeds.")}
     decayed = [p for p in own.values() if not adamw or p.dim() > 1]
     others = [p for p in net.parameters() if all(p is not d for d in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.1 if adamw else 5e-4}, {"params": others, "weight_decay": 0.0}]
     if adamw:
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused)

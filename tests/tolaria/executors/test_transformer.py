@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from against_streamed import compare, fused
+from against_streamed import EXECUTORS, compare
 
 import tokens
 from esper.kasmina.blueprints import names, selectable
@@ -25,15 +25,16 @@ def settings(dropout: float = 0.0) -> dict:
     return {"host": host, "data": tokens.tokens(), "objective": tokens.OBJECTIVE}
 
 
+@pytest.mark.parametrize("executor", ["fused", "native"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_fused_is_streamed_with_every_blueprint(dropout):
+def test_every_blueprint_is_run_as_streamed(dropout, executor):
     def grow(bench: Bench) -> None:
         for n, name in enumerate(BLUEPRINTS):
             stage, alpha = LIVES[n % 4]
             bench.grow("r0c0", name, stage, alpha=alpha, algorithm=ALGORITHMS[n % 3], hosts=[n])
             bench.grow("r0c1", BLUEPRINTS[n - 1], S.HOLDING, alpha=0.7, algorithm=ALGORITHMS[n // 3], hosts=[n])
 
-    compare(fused, grow, num_envs=len(BLUEPRINTS), **settings(dropout))
+    compare(EXECUTORS[executor], grow, num_envs=len(BLUEPRINTS), **settings(dropout))
 
 
 def test_a_transformer_learns_and_its_hosts_are_drawn_apart():

@@ -22,12 +22,11 @@ from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.losses import PADDING, Classification
+from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
-    LOSSES,
     Networks,
     Space,
     population_spaces,
@@ -73,14 +72,13 @@ class NativeExecutor(NetworkExecutor):
 
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
-        for split in ("train", "val"):
-            self._check_labels(split)
         example, _ = examples(data.dataset, 2)
         self._networks = Networks(self.population, example, data.objective)
+        for split in ("train", "val"):
+            self._check_labels(split)
         self.refused = self._networks.refused
         self._machine = Machine(threads=threads)
         self._decay = data.decay_mask.to(torch.float32)
-        self._constants = self._networks.constants.tensor(torch.float32)
         inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
         self._table = None
         if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
@@ -101,15 +99,13 @@ class NativeExecutor(NetworkExecutor):
         return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
     def _check_labels(self, split: SplitName) -> None:
-        objective = self.data.objective
-        if not isinstance(objective, LOSSES):
+        if not self._networks.computes_loss:
             return
-        lowest, highest = self.data.label_range(split)
-        classes = objective.num_classes if isinstance(objective, Classification) else objective.vocabulary
+        (lowest, highest), classes = self.data.label_range(split), self._networks.outputs[-1]
         if lowest < PADDING or highest >= classes:
             raise DataError(
-                f"the {split} split has labels from {lowest} to {highest}, but the objective knows the classes 0 to "
-                f"{classes - 1}; correct the data set, or the number of classes of the task."
+                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
             )
 
     def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,10 +124,11 @@ class NativeExecutor(NetworkExecutor):
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
-        spaces = training_spaces(p, alpha, self._constants, hosts, rows, self._decay, lr_factors)
+        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
+        constants = self._networks.constants.tensor()
+        spaces = training_spaces(p, alpha, constants, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
             step = Workload.of_each([self._networks.step(code.tobytes()) for code in codes[others]])
@@ -142,7 +139,7 @@ class NativeExecutor(NetworkExecutor):
         if keys is not None:
             spaces.rows(Space.KEYS, keys, hosts=ours)
         each = 0 if keys is None else keys.shape[1] // len(batches)
-        if stored is None or not isinstance(data.objective, LOSSES):
+        if stored is None or not self._networks.computes_loss:
             self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each)
         else:
             chosen = torch.from_numpy(ours)
@@ -203,7 +200,7 @@ class NativeExecutor(NetworkExecutor):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
-            if isinstance(objective, LOSSES):
+            if self._networks.computes_loss:
                 y = y.long()
                 spaces.rows(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
@@ -245,11 +242,12 @@ class NativeExecutor(NetworkExecutor):
         measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n])) for n in ours]
         work = Workload.of_each([program for program, _ in measured])
         most = max(max(states) for _, states in measured) + 1
-        spaces = population_spaces(p, alpha, self._constants).of(ours)
+        constants = self._networks.constants.tensor()
+        spaces = population_spaces(p, alpha, constants).of(ours)
         totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
         stored = self._as_stored(batches)
-        if stored is None or not isinstance(self.data.objective, LOSSES):
+        if stored is None or not self._networks.computes_loss:
             self._measure_batches(batches, work, spaces, totals, ours)
         else:
             own, labels, order = torch.from_numpy(ours), stored.y, None
@@ -283,7 +281,7 @@ class NativeExecutor(NetworkExecutor):
             else:
                 spaces.share(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
-            if isinstance(objective, LOSSES):
+            if self._networks.computes_loss:
                 y = y.long().contiguous()
                 if each:
                     spaces.rows(Space.LABELS, y)

@@ -348,6 +348,7 @@ class Constants:
     def __init__(self, space: int) -> None:
         self.space, self._tensors, self._places = space, list[Tensor](), dict[int, tuple[Tensor, Place]]()
         self._size = 0
+        self._joined: Tensor | None = None
 
     def place(self, x: Tensor) -> Place:
         """Where a tensor lies; it is added if it is new."""
@@ -357,9 +358,11 @@ class Constants:
             self._size += x.numel()
         return self._places[id(x)][1]
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        """All of them."""
-        return torch.cat([torch.zeros(0), *self._tensors]).to(dtype)
+    def tensor(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All of them so far."""
+        if self._joined is None or len(self._joined) != self._size or self._joined.dtype is not dtype:
+            self._joined = torch.cat([torch.zeros(0), *self._tensors]).to(dtype)
+        return self._joined
 
 
 State = frozenset[str]
@@ -419,6 +422,8 @@ def run_graph(
                 return env[source, key & upstream[source]]
 
             args, kwargs = fx.map_arg((node.args, node.kwargs), of)
+            if not low.needs and _edits(node) and getattr(args[0], "needs", False):
+                raise NoRuleError("an edit without gradient of what has one")
             if is_slot:
                 slot_id, h = args
                 env[node, key] = at_slot(slot_id, h) if at_slot is not None and slot_id in key else h
@@ -464,29 +469,40 @@ def _note_edit(node: fx.Node, current: dict[fx.Node, fx.Node]) -> None:
     """After an operation in place: whoever reads its first argument reads the result.
 
     Raises:
-        NoRuleError: the argument shares its memory with another tensor that is read later.
+        NoRuleError: the argument shares its memory with another tensor that is read later, or with a weight.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or not schema.name.endswith("_"):
+    if not _edits(node):
         return
-    edited = node.args[0]
+    edited, name = node.args[0], node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     assert isinstance(edited, fx.Node)
-    family = _memory(edited)
+    root, family = _memory(edited)
+    if root.meta.get("kept") or root in list(node.graph.find_nodes(op="placeholder"))[:2]:
+        raise NoRuleError(f"{name} edits a parameter or buffer")
     later = {user for member in family if member is not edited for user in member.users if user > node}
     if later:
-        raise NoRuleError(f"{schema.name.split('::')[1]} edits a tensor that is seen through another one")
+        raise NoRuleError(f"{name} edits a tensor that is seen through another one")
     current[edited] = node
     for member, target in list(current.items()):
         if target is edited:
             current[member] = node
 
 
-def _memory(node: fx.Node) -> set[fx.Node]:
-    """Nodes that may share the memory of a node."""
+def _edits(node: fx.Node) -> bool:
+    """Whether an operation edits its first argument in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and schema.name.endswith("_")
+
+
+def _memory(node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
+    """The node that has made the memory of a node, and all that may share it."""
 
     def is_view(x: fx.Node) -> bool:
+        if x.target is operator.getitem:  # of a list of views, such as chunks
+            return is_view(x.all_input_nodes[0])
         schema = getattr(x.target, "_schema", None)
-        return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+        if schema is None or schema.is_mutable:
+            return False
+        return schema.name == "aten::dropout" or any(r.alias_info is not None for r in schema.returns)
 
     root = node
     while is_view(root) and root.all_input_nodes:
@@ -497,4 +513,4 @@ def _memory(node: fx.Node) -> set[fx.Node]:
             if user not in family and is_view(user):
                 family.add(user)
                 todo.append(user)
-    return family
+    return root, family

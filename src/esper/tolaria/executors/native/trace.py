@@ -128,7 +128,7 @@ def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
             continue
         with graph.inserting_before(node):
             folded = graph.call_function(constant, (value,))
-        folded.meta = dict(node.meta)
+        folded.meta = {**node.meta, "kept": node.op == "get_attr"}
         node.replace_all_uses_with(folded)
         graph.erase_node(node)
 

@@ -16,7 +16,6 @@ from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.losses import MeanSquaredError
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem, prefers_native
@@ -49,8 +48,15 @@ def fern(channels):
     return nn.Sequential(nn.Conv2d(channels, 3, 1), act, nn.Conv2d(3, 3, 1), act, nn.Conv2d(3, channels, 3, padding=1))
 
 
+class Sorted(nn.Module):
+    """Sorts the features of each position, for which there is no rule."""
+
+    def forward(self, h):
+        return h.sort(dim=1).values
+
+
 def moss(channels):
-    return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.GELU())
+    return nn.Sequential(nn.Conv2d(channels, channels, 1), Sorted())
 
 
 def hooked(channels):
@@ -67,9 +73,9 @@ def tied(channels):
 
 OWN = {
     fern: None,
-    moss: r"no rule for 1 \(GELU\)",
-    hooked: r"0 \(Conv2d\) has hooks",
-    tied: "2.weight is the same parameter",
+    moss: r"no rule for sort \(test_native_executor\.py, line \d+\)",
+    hooked: None,
+    tied: None,
 }
 """What is built, and why it has no rule."""
 
@@ -151,20 +157,13 @@ def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one
     assert same_tree(other.population.state_dict(), streamed.population.state_dict())
 
 
-def test_a_host_that_was_altered_has_no_rule():
-    bench = Bench(1)
-    bench.population.host_module.head.register_forward_hook(lambda layer, given, y: 2 * y)
-    with pytest.raises(ConfigError, match=r"the host has no rule in compiled C\+\+ \(head \(Linear\) has hooks\); set"):
-        NativeExecutor(bench.executor.data)
-
-
 def test_a_program_is_written_once_for_each_structure():
     bench = Bench(4)
     bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 2])
     native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
-    cache = native._programs.training.cache_info()
+    cache = native._networks.training.cache_info()
     assert (cache.misses, cache.hits) == (2, 6)
     assert cache.maxsize is not None  # a long run meets more structures than memory could hold
 
@@ -180,7 +179,7 @@ def with_label(split: str, label: int) -> Dataset:
     return replace(data, **{split: Split(of.x, of.y.index_fill(0, torch.tensor([5]), label))})
 
 
-@pytest.mark.parametrize("wrong", [-1, 3])
+@pytest.mark.parametrize("wrong", [-2, 3])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_label_without_a_class_is_refused(split, wrong):
     data = with_label(split, wrong)
@@ -235,15 +234,6 @@ def test_native_is_refused_on_a_gpu():
     assert native_problem(data) is None
     data.population.device = torch.device("cuda:0")
     assert "the device is cuda:0, and compiled C++ runs on a CPU; use executor 'fused'" in native_problem(data)
-
-
-def test_native_is_refused_for_another_objective_or_inputs_that_are_not_float32():
-    assert "no rule for objective MeanSquaredError" in native_problem(
-        Bench(1, objective=MeanSquaredError(1.0)).executor.data
-    )
-    data = dataset()
-    doubled = {name: Split(data.split(name).x.double(), data.split(name).y) for name in ("train", "val", "test")}
-    assert "inputs are torch.float64" in native_problem(Bench(1, data=replace(data, **doubled)).executor.data)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -17,20 +18,22 @@
     X(CONVOLVE, "xxxxx") X(CONVOLVE_INPUT_GRAD, "xxxx") X(CONVOLVE_WEIGHT_GRAD, "xxxxx")                               \
     X(MULTIPLY, "xxxxx") X(MULTIPLY_INPUT_GRAD, "xxxx") X(MULTIPLY_WEIGHT_GRAD, "xxxxx")
 
-// Loops of few steps over vectors, so that arrays of vectors stay in registers.
-#define ESPER_UNROLL _Pragma("GCC unroll 32")
+// Few steps over vectors: unrolled, so that arrays of vectors stay in registers.
+#define ESPER_UNROLLED(i, count) _Pragma("GCC unroll 32") for (int i = 0; i < count; ++i)
 
 namespace esper {
 
 constexpr int SUMS = REGISTERS / 4;                            // outputs whose sums are computed at once
 constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that every processor has
 
-struct Shape {  // of a convolution: input [inputs][height][width], output [outputs][out_height][out_width]
+struct Shape {  // of a convolution; what is padded at the bottom and right follows from the size of the output
     int inputs, outputs, groups, height, width, out_height, out_width;
     int kernel_h, kernel_w, stride_h, stride_w, pad_top, pad_left, dilation_h, dilation_w;
+    int taps() const { return kernel_h * kernel_w; }
+    int reach() const { return (kernel_h - 1) * dilation_h + 1; }  // rows of the image from the first tap to the last
 };
 
-struct Product {  // a linear layer on a sequence: in [positions][inputs], out [positions][outputs]
+struct Product {  // a linear layer for each position of a sequence
     int positions, inputs, outputs;
 };
 
@@ -42,23 +45,27 @@ struct Axis {
     int outputs, inputs, kernel, up, down, shift, tap;
 };
 
-// Positions first, first + step, ... that have the same taps: tap, tap + tap_step, ... The first tap reads source at the
-// first position, source_step further at each next one; each next tap reads tap_source further.
+// Positions first, first + step, ... that have the same taps: tap, tap + tap_step, ... The first tap reads `source` at
+// the first position and `source_step` further at each next one; each next tap reads `tap_source` further.
 struct Run {
     int first, step, count, source, source_step, tap, tap_step, taps, tap_source;
-    Run part(int from, int most) const {
+    Run positions(int from, int most) const {
         Run some = *this;
-        some.first += from * step;
-        some.source += from * source_step;
-        some.count = std::min(count - from, most);
+        some.first += from * step, some.source += from * source_step, some.count = std::min(count - from, most);
+        return some;
+    }
+    Run some_taps(int from, int most) const {
+        Run some = *this;
+        some.tap += from * tap_step, some.source += from * tap_source, some.taps = std::min(taps - from, most);
         return some;
     }
 };
+using Runs = std::vector<Run>;
 
-inline std::vector<Run> runs_of(const Axis& a) {
-    std::vector<Run> runs;
+inline Runs runs_of(const Axis& a) {
+    Runs runs;
     for (int phase = 0; phase < std::min(a.down, a.outputs); ++phase) {
-        Run all{phase, a.down, 0, 0, a.up, 0, 1, 0, 0};  // with the taps that read whole positions
+        Run all{phase, a.down, 0, 0, a.up, 0, 1, 0, 0};  // with every tap that reads whole positions
         for (int k = 0; k < a.kernel; ++k) {
             const int source = phase * a.up + a.shift + k * a.tap;
             if (source % a.down) continue;
@@ -67,7 +74,7 @@ inline std::vector<Run> runs_of(const Axis& a) {
             ++all.taps;
         }
         int low_before = -1, high_before = -1;
-        for (int x = phase; x < a.outputs; x += a.down, all.source += a.up) {
+        for (; all.first < a.outputs; all.first += a.down, all.source += a.up) {
             const auto outside = [&](int i) {
                 const int source = all.source + i * all.tap_source;
                 return source < 0 || source >= a.inputs;
@@ -75,9 +82,7 @@ inline std::vector<Run> runs_of(const Axis& a) {
             int low = 0, high = all.taps;
             while (low < high && outside(low)) ++low;
             while (low < high && outside(high - 1)) --high;
-            if (low != low_before || high != high_before)
-                runs.push_back({x, a.down, 0, all.source + low * all.tap_source, a.up, all.tap + low * all.tap_step,
-                                all.tap_step, high - low, all.tap_source});
+            if (low != low_before || high != high_before) runs.push_back(all.some_taps(low, high - low));
             ++runs.back().count;
             low_before = low, high_before = high;
         }
@@ -85,14 +90,32 @@ inline std::vector<Run> runs_of(const Axis& a) {
     return runs;
 }
 
-// -- sums over inputs and taps -----------------------------------------------------------------------------------------
+inline Runs rows_of(const Shape& s) {
+    return runs_of({s.out_height, s.height, s.kernel_h, s.stride_h, 1, -s.pad_top, s.dilation_h});
+}
+inline Runs columns_of(const Shape& s) {
+    return runs_of({s.out_width, s.width, s.kernel_w, s.stride_w, 1, -s.pad_left, s.dilation_w});
+}
+inline Runs grad_rows_of(const Shape& s) {
+    return runs_of({s.height, s.out_height, s.kernel_h, 1, s.stride_h, s.pad_top, -s.dilation_h});
+}
+inline Runs grad_columns_of(const Shape& s) {
+    return runs_of({s.width, s.out_width, s.kernel_w, 1, s.stride_w, s.pad_left, -s.dilation_w});
+}
+inline Runs positions_of(int count) { return {{0, 1, count, 0, 1, 0, 1, 1, 0}}; }
 
-struct Distances {  // in numbers
+struct Distances {  // in numbers, between neighbours in the features
     int64_t channel, row, column;
 };
+inline Distances image(int height, int width, int stride) {
+    return {int64_t(height) * width * stride, int64_t(width) * stride, stride};
+}
+inline Distances sequence(int features, int stride) { return {stride, int64_t(features) * stride, 0}; }
 
-// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. The weights stay where they are: the
-// vectors are along the lanes, so each is broadcast from its place.
+// -- sums over inputs and taps -----------------------------------------------------------------------------------------
+
+// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. The vectors are along the lanes, so
+// each weight is broadcast from where it is.
 template <class T> struct Sums {
     const T *in, *weight, *bias;
     T* out;
@@ -109,12 +132,12 @@ template <class T> inline wide<T> keep_lanes(wide<T> value, int lanes_left) {
     return lane < T(lanes_left) ? value : wide<T>{};
 }
 
-// Not inline: it is needed for few vectors, and would keep the sums of `block` from staying in registers.
+// Not inline: few vectors need it, and it would keep the sums of `block` from staying in registers.
 template <class T> __attribute__((noinline)) void put_lanes(T* to, wide<T> value, int lanes_left, bool add) {
     if (!add) return store<T>(to, keep_lanes<T>(value, lanes_left));
     T part[width<T>()];
     store<T>(part, value);
-    for (int i = 0; i < lanes_left && i < width<T>(); ++i) to[i] += part[i];
+    for (int i = 0; i < std::min(lanes_left, width<T>()); ++i) to[i] += part[i];
 }
 
 struct Spot {  // one vector: where its sources begin, where it goes, how many of its lanes are examples
@@ -125,230 +148,211 @@ struct Spot {  // one vector: where its sources begin, where it goes, how many o
 struct Step {  // from one tap to the next, in the input and in the weights
     int64_t from, weight;
 };
+using Steps = std::vector<Step>;
 
 // From each tap of two runs to the next one, and from the last tap to the first one of the next input.
-template <class T> void steps_of(const Sums<T>& s, const Run& y, const Run& x, std::vector<Step>& steps) {
-    steps.clear();
+template <class T> void steps_of(const Sums<T>& s, const Run& y, const Run& x, Steps& steps) {
     const Step right{x.tap_source * s.from.column, x.tap_step};
-    const Step down{y.tap_source * s.from.row, y.tap_step * s.weight_row};
-    for (int ky = 0; ky < y.taps && x.taps; ++ky) {
-        for (int kx = 0; kx + 1 < x.taps; ++kx) steps.push_back(right);
-        const int64_t back = x.taps - 1, up = y.taps - 1;
-        if (ky + 1 < y.taps) steps.push_back({down.from - back * right.from, down.weight - back * right.weight});
-        else steps.push_back({s.from.channel - back * right.from - up * down.from,
-                              s.weight_input - back * right.weight - up * down.weight});
-    }
+    const Step down{y.tap_source * s.from.row - (x.taps - 1) * right.from,
+                    y.tap_step * s.weight_row - (x.taps - 1) * right.weight};
+    steps.assign(x.taps * y.taps, right);
+    for (int k = x.taps; k < x.taps * y.taps; k += x.taps) steps[k - 1] = down;
+    if (steps.empty()) return;
+    Step sum{0, 0};
+    for (size_t i = 0; i + 1 < steps.size(); ++i) sum.from += steps[i].from, sum.weight += steps[i].weight;
+    steps.back() = {s.from.channel - sum.from, s.weight_input - sum.weight};
 }
 
 // One loop over inputs and taps: nested ones are too short for the processor to foresee their ends.
 template <class T, int OS, int VS>
-void block(const Sums<T>& s, const Step* steps, int taps, const Spot* spots, const T* w, int o) {
+void block(const Sums<T>& s, const Steps& steps, const Spot* spots, const T* weight, int o) {
     wide<T> sum[OS][VS];
-ESPER_UNROLL
-    for (int i = 0; i < OS; ++i)
-ESPER_UNROLL
-        for (int v = 0; v < VS; ++v) sum[i][v] = wide<T>{} + (s.bias ? s.bias[o + i] : T(0));
-    int64_t apart[VS];
-ESPER_UNROLL
-    for (int v = 0; v < VS; ++v) apart[v] = spots[v].from - spots[0].from;
+    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(v, VS) sum[i][v] = wide<T>{} + (s.bias ? s.bias[o + i] : T(0));
     const int64_t next = s.weight_output;
-    const T *h = s.in + spots[0].from, *third[3];  // few registers hold the addresses of the weights
-ESPER_UNROLL
-    for (int i = 0; i < 3; ++i) third[i] = w + (o + 3 * i) * next;
-    const Step *step = steps, *end = steps + taps;
-    for (int left = s.inputs * taps; left > 0; --left) {
+    const T *h = s.in + spots[0].from, *w[3];  // w: of every third output, as few registers hold addresses
+    int64_t apart[VS];
+    ESPER_UNROLLED(v, VS) apart[v] = spots[v].from - spots[0].from;
+    ESPER_UNROLLED(i, 3) w[i] = weight + (o + 3 * i) * next;
+    const Step *step = steps.data(), *end = step + steps.size();
+    for (int left = s.inputs * int(steps.size()); left > 0; --left) {
         wide<T> here[VS];
-ESPER_UNROLL
-        for (int v = 0; v < VS; ++v) here[v] = load(h + apart[v]);
-ESPER_UNROLL
-        for (int i = 0; i < OS; ++i)
-ESPER_UNROLL
-            for (int v = 0; v < VS; ++v) sum[i][v] += third[i / 3][i % 3 * next] * here[v];
+        ESPER_UNROLLED(v, VS) here[v] = load(h + apart[v]);
+        ESPER_UNROLLED(i, OS) ESPER_UNROLLED(v, VS) sum[i][v] += w[i / 3][i % 3 * next] * here[v];
         h += step->from;
-ESPER_UNROLL
-        for (int i = 0; i < 3; ++i) third[i] += step->weight;
+        ESPER_UNROLLED(i, 3) w[i] += step->weight;
         ++step;
-        step = step == end ? steps : step;
+        step = step == end ? steps.data() : step;
     }
-    bool whole = true;
-ESPER_UNROLL
-    for (int v = 0; v < VS; ++v) whole &= spots[v].lanes >= width<T>();
-    T* to = s.out + o * s.to.channel;
-ESPER_UNROLL
-    for (int i = 0; i < OS; ++i, to += s.to.channel)
-ESPER_UNROLL
-        for (int v = 0; v < VS; ++v) {
-            T* at = to + spots[v].to;
-            if (whole) store<T>(at, s.add ? load(at) + sum[i][v] : sum[i][v]);
-            else put_lanes<T>(at, sum[i][v], spots[v].lanes, s.add);
-        }
+    bool full = true;
+    ESPER_UNROLLED(v, VS) full &= spots[v].lanes >= width<T>();
+    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(v, VS) {
+        T* to = s.out + (o + i) * s.to.channel + spots[v].to;
+        if (full) store<T>(to, s.add ? load(to) + sum[i][v] : sum[i][v]);
+        else put_lanes<T>(to, sum[i][v], spots[v].lanes, s.add);
+    }
 }
 
-constexpr int SPOTS = 6;  // vectors for which all outputs follow each other, if the weights stay in the first cache
-
+// As many sums as the registers hold.
 template <class T, int OS>
-void blocks_of(const Sums<T>& s, const std::vector<Step>& steps, const Spot* spots, int count, const T* w, int o) {
+void blocks_of(const Sums<T>& s, const Steps& steps, const Spot* spots, int count, const T* weight, int o) {
     constexpr int VS = OS == SUMS ? 3 : SUMS == 8 ? 6 : 4;
-    while (count) {
-        const int done = count >= VS && !(VS == 3 && count == 4) ? VS : count >= 2 ? 2 : 1;
-        if (done == VS) block<T, OS, VS>(s, steps.data(), steps.size(), spots, w, o);
-        else if (done == 2) block<T, OS, 2>(s, steps.data(), steps.size(), spots, w, o);
-        else block<T, OS, 1>(s, steps.data(), steps.size(), spots, w, o);
-        spots += done, count -= done;
+    for (int done; count > 0; spots += done, count -= done) {
+        done = count >= VS && !(VS == 3 && count == 4) ? VS : count >= 2 ? 2 : 1;
+        if (done == VS) block<T, OS, VS>(s, steps, spots, weight, o);
+        else if (done == 2) block<T, OS, 2>(s, steps, spots, weight, o);
+        else block<T, OS, 1>(s, steps, spots, weight, o);
     }
 }
 
-// Outputs from `first` to `last`.
+// Outputs from `o` to `last`.
 template <class T>
-void blocks(const Sums<T>& s, const std::vector<Step>& steps, const Spot* spots, int count, const T* w, int first, int last) {
-    for (int o = first; o < last;) {
+void blocks(const Sums<T>& s, const Steps& steps, const Spot* spots, int count, const T* weight, int o, int last) {
+    for (int done; o < last; o += done) {
         const int left = last - o;
-        if (left >= SUMS) blocks_of<T, SUMS>(s, steps, spots, count, w, o), o += SUMS;
-        else if (left >= SUMS / 2) blocks_of<T, SUMS / 2>(s, steps, spots, count, w, o), o += SUMS / 2;
-        else if (left >= 2) blocks_of<T, 2>(s, steps, spots, count, w, o), o += 2;
-        else blocks_of<T, 1>(s, steps, spots, count, w, o), ++o;
+        done = left >= SUMS ? SUMS : left >= SUMS / 2 ? SUMS / 2 : left;
+        if (done == SUMS) blocks_of<T, SUMS>(s, steps, spots, count, weight, o);
+        else if (done == SUMS / 2) blocks_of<T, SUMS / 2>(s, steps, spots, count, weight, o);
+        else if (done == 3) blocks_of<T, 3>(s, steps, spots, count, weight, o);
+        else if (done == 2) blocks_of<T, 2>(s, steps, spots, count, weight, o);
+        else blocks_of<T, 1>(s, steps, spots, count, weight, o);
     }
 }
 
 // The same at the positions of two runs.
 template <class T>
-void rectangle(const Sums<T>& s, const Run& y, const Run& x, const std::vector<Step>& steps, int first, int last) {
+void rectangle(const Sums<T>& s, const Run& y, const Run& x, const Steps& steps, int first, int last) {
+    constexpr int SPOTS = 6;  // for which all outputs follow each other, if the weights stay in the first cache
     const int per = s.stride / width<T>(), vectors = y.count * x.count * per;
     const int parts = (vectors + SPOTS - 1) / SPOTS, most = (vectors + parts - 1) / parts;
-    const T* w = s.weight + y.tap * s.weight_row + x.tap;
-    int i = 0, j = 0, v = 0;
-    Spot spots[SPOTS];
-    for (int done = 0; done < vectors; done += most) {
-        const int count = std::min(most, vectors - done);
+    const T* weight = s.weight + y.tap * s.weight_row + x.tap;
+    const Spot right{x.source_step * s.from.column - s.stride, x.step * s.to.column - s.stride, s.stride};
+    const Spot down{y.source_step * s.from.row - x.count * x.source_step * s.from.column,
+                    y.step * s.to.row - x.count * x.step * s.to.column, 0};
+    Spot spots[SPOTS], next{y.source * s.from.row + x.source * s.from.column,
+                            y.first * s.to.row + x.first * s.to.column, s.lanes};
+    for (int done = 0, vector = 0, column = 0, count; done < vectors; done += count) {
+        count = std::min(most, vectors - done);
         for (int k = 0; k < count; ++k) {
-            spots[k] = {(y.source + i * y.source_step) * s.from.row + (x.source + j * x.source_step) * s.from.column +
-                            v * width<T>(),
-                        (y.first + i * y.step) * s.to.row + (x.first + j * x.step) * s.to.column + v * width<T>(),
-                        s.lanes - v * width<T>()};
-            if (++v < per) continue;
-            v = 0;
-            if (++j < x.count) continue;
-            j = 0, ++i;
+            spots[k] = next;
+            next.from += width<T>(), next.to += width<T>(), next.lanes -= width<T>();
+            if (++vector < per) continue;
+            vector = 0, next.from += right.from, next.to += right.to, next.lanes += right.lanes;
+            if (++column < x.count) continue;
+            column = 0, next.from += down.from, next.to += down.to;
         }
-        blocks(s, steps, spots, count, w, first, last);
+        blocks(s, steps, spots, count, weight, first, last);
     }
 }
 
 // Parts of the image whose inputs stay in the second cache. Weights that exceed the first cache: all positions of a part
 // with some outputs before the next outputs.
-template <class T> void sums_of_group(const Sums<T>& s, const std::vector<Run>& rows, const std::vector<Run>& columns) {
-    std::vector<Step> steps;
-    int taps_h = 1, taps_w = 1, wide_most = 0;
+template <class T> void sums_of_group(const Sums<T>& s, const Runs& rows, const Runs& columns) {
+    Steps steps;
+    int taps_h = 1, taps_w = 1, longest = 0;
     for (const Run& y : rows) taps_h = std::max(taps_h, y.taps);
-    for (const Run& x : columns) taps_w = std::max(taps_w, x.taps), wide_most = std::max(wide_most, x.count);
+    for (const Run& x : columns) taps_w = std::max(taps_w, x.taps), longest = std::max(longest, x.count);
     const int64_t weights = int64_t(s.outputs) * s.inputs * taps_h * taps_w * sizeof(T);
     const int group = 2 * weights > FIRST_CACHE ? SUMS : s.outputs;
     const int64_t positions = SECOND_CACHE / (int64_t(s.inputs) * s.stride * sizeof(T));
-    const int most_columns = std::max<int64_t>(4, std::min<int64_t>(wide_most, positions / taps_h));
-    const int most_rows = std::max<int64_t>(1, positions / most_columns - taps_h + 1);
+    const int across = std::max<int64_t>(4, std::min<int64_t>(longest, positions / taps_h));
+    const int height = std::max<int64_t>(1, positions / across - taps_h + 1);
     for (const Run& y : rows)
-        for (int i = 0; i < y.count; i += most_rows)
+        for (int i = 0; i < y.count; i += height)
             for (const Run& x : columns) {
                 steps_of(s, y, x, steps);
-                for (int j = 0; j < x.count; j += most_columns)
+                for (int j = 0; j < x.count; j += across)
                     for (int o = 0; o < s.outputs; o += group)
-                        rectangle(s, y.part(i, most_rows), x.part(j, most_columns), steps, o,
+                        rectangle(s, y.positions(i, height), x.positions(j, across), steps, o,
                                   std::min(o + group, s.outputs));
             }
 }
 
-// -- one input per output ----------------------------------------------------------------------------------------------
+// -- channel by channel ------------------------------------------------------------------------------------------------
 
-// Positions that have the same taps, with the places of the taps in the input and in the weights.
-struct Rectangle {
-    Run y, x;
-    std::vector<int64_t> from, weight;
-};
+constexpr int CHANNELS = 16;  // whose features stay in the second cache while the rectangles of two runs follow each other
 
-inline std::vector<Rectangle> rectangles_of(const std::vector<Run>& rows, const std::vector<Run>& columns,
-                                            const Distances& from, int64_t weight_row) {
-    std::vector<Rectangle> found;
-    for (const Run& y : rows)
-        for (const Run& x : columns) {
-            found.push_back({y, x, {}, {}});
-            for (int ky = 0; ky < y.taps; ++ky)
-                for (int kx = 0; kx < x.taps; ++kx) {
-                    found.back().from.push_back((y.source + ky * y.tap_source) * from.row +
-                                                (x.source + kx * x.tap_source) * from.column);
-                    found.back().weight.push_back((y.tap + ky * y.tap_step) * weight_row + x.tap + kx * x.tap_step);
-                }
+template <int K> using Constant = std::integral_constant<int, K>;
+
+// Calls f(y, x, KY, KX, first) for up to three taps of each of two runs at a time, whose numbers KY and KX are known to
+// the compiler. f treats some channels, not one: rectangles have few vectors, and what the processor learned about the
+// loops for one channel holds for the next ones.
+template <class F> void by_taps(const Run& y, const Run& x, F f) {
+    if (y.taps == 0 || x.taps == 0) return f(y, x, Constant<0>{}, Constant<0>{}, true);
+    for (int i = 0; i < y.taps; i += 3)
+        for (int j = 0; j < x.taps; j += 3) {
+            const Run some_y = y.some_taps(i, 3), some_x = x.some_taps(j, 3);
+            const auto row = [&](auto ky) {
+                if (some_x.taps == 3) f(some_y, some_x, ky, Constant<3>{}, i + j == 0);
+                else if (some_x.taps == 2) f(some_y, some_x, ky, Constant<2>{}, i + j == 0);
+                else f(some_y, some_x, ky, Constant<1>{}, i + j == 0);
+            };
+            if (some_y.taps == 3) row(Constant<3>{});
+            else if (some_y.taps == 2) row(Constant<2>{});
+            else row(Constant<1>{});
         }
-    return found;
 }
 
-struct Strip {  // vectors of a row, evenly spaced; the first one holds the lanes from `lane` on
+struct Strip {  // vectors of a row or a column of the image, evenly spaced; the first one holds the lanes from `lane` on
     int64_t from, to, from_next, to_next;
     int count, lane;
 };
 
+// Of the positions of two runs: along the longer side.
 template <class Body>
-void each_strip(const Rectangle& r, const Distances& from, const Distances& to, int vector, int stride, Body body) {
-    const int64_t from_next = r.x.source_step * from.column, to_next = r.x.step * to.column;
-    const bool joined = from_next == stride && to_next == stride;
-    for (int i = 0; i < r.y.count; ++i) {
-        const int64_t begin = i * r.y.source_step * from.row;
-        const int64_t end = (r.y.first + i * r.y.step) * to.row + r.x.first * to.column;
-        if (joined) body(Strip{begin, end, vector, vector, r.x.count * stride / vector, 0});
-        else
-            for (int lane = 0; lane < stride; lane += vector)
-                body(Strip{begin + lane, end + lane, from_next, to_next, r.x.count, lane});
-    }
+inline void each_strip(const Run& y, const Run& x, const Distances& from, const Distances& to, int vector, int stride,
+                       Body body) {
+    int64_t from_next = x.source_step * from.column, to_next = x.step * to.column;
+    int64_t from_step = y.source_step * from.row, to_step = y.step * to.row;
+    int count = x.count, strips = y.count, lanes = stride;
+    if (from_next == stride && to_next == stride)  // one row of vectors
+        from_next = to_next = lanes = vector, count *= stride / vector;
+    if (count < y.count)
+        count = y.count, strips = x.count, lanes = stride, from_next = from_step, to_next = to_step,
+        from_step = x.source_step * from.column, to_step = x.step * to.column;
+    for (int i = 0; i < strips; ++i)
+        for (int lane = 0; lane < lanes; lane += vector)
+            body(Strip{y.source * from.row + x.source * from.column + i * from_step + lane,
+                       y.first * to.row + x.first * to.column + i * to_step + lane, from_next, to_next, count, lane});
 }
 
-// The next VS vectors of a strip.
-template <class T, int VS>
-inline void channel_block(const T* h, T* to, const Strip& strip, const int64_t* from, const T* factor, int taps, T bias) {
-    wide<T> sum[VS];
-ESPER_UNROLL
-    for (int v = 0; v < VS; ++v) sum[v] = wide<T>{} + bias;
-    for (int i = 0; i < taps; ++i)
-ESPER_UNROLL
-        for (int v = 0; v < VS; ++v) sum[v] += factor[i] * load(h + from[i] + v * strip.from_next);
-ESPER_UNROLL
-    for (int v = 0; v < VS; ++v) store<T>(to + v * strip.to_next, sum[v]);
-}
-
-template <class T> void channelwise(const Sums<T>& s, const std::vector<Rectangle>& rectangles, int groups) {
-    std::vector<T> factor;
-    for (const Rectangle& r : rectangles)
-        for (int o = 0; o < groups * s.outputs; ++o) {
-            const int taps = r.from.size();
-            const T bias = s.bias ? s.bias[o] : T(0), *h_channel = s.in + o / s.outputs * s.from.channel;
-            T* to_channel = s.out + o * s.to.channel;
-            factor.clear();
-            for (int64_t place : r.weight) factor.push_back(s.weight[o * s.weight_output + place]);
-            each_strip(r, s.from, s.to, width<T>(), s.stride, [&](const Strip& strip) {
-                const T* h = h_channel + strip.from;
-                T* to = to_channel + strip.to;
-                for (int left = strip.count; left > 0;) {
-                    const auto next = [&](auto block, int done) {
-                        block(h, to, strip, r.from.data(), factor.data(), taps, bias);
-                        h += done * strip.from_next, to += done * strip.to_next, left -= done;
-                    };
-                    if (left >= 8) next(channel_block<T, 8>, 8);
-                    else if (left >= 4) next(channel_block<T, 4>, 4);
-                    else if (left >= 2) next(channel_block<T, 2>, 2);
-                    else next(channel_block<T, 1>, 1);
+// One input per output.
+template <class T> void channelwise(const Sums<T>& s, const Runs& rows, const Runs& columns, int first, int last) {
+    const auto rectangle = [&](const Run& y, const Run& x, auto ky, auto kx, bool initial) {
+        constexpr int KY = decltype(ky)::value, KX = decltype(kx)::value;
+        const int64_t dy = y.tap_source * s.from.row, dx = x.tap_source * s.from.column;
+        for (int o = first; o < last; ++o) {
+            const T* w = s.weight + o * s.weight_output + y.tap * s.weight_row + x.tap;
+            wide<T> factor[KY + 1][KX + 1];
+            ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX)
+                factor[i][j] = wide<T>{} + w[i * y.tap_step * s.weight_row + j * x.tap_step];
+            const T bias = s.bias ? s.bias[o] : T(0);
+            each_strip(y, x, s.from, s.to, width<T>(), s.stride, [&](const Strip strip) {
+                const T* h = s.in + o / s.outputs * s.from.channel + strip.from;
+                T *begin = s.out + o * s.to.channel + strip.to, *to = begin;
+                for (int k = 0; k < strip.count; ++k, h += strip.from_next, to += strip.to_next) {
+                    wide<T> sum = initial ? wide<T>{} + bias : load(to);
+                    ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX) sum += factor[i][j] * load(h + i * dy + j * dx);
+                    store<T>(to, sum);
                 }
-                if (s.lanes == s.stride) return;
-                for (int k = 0; k < strip.count; ++k) {
-                    T* vector = to_channel + strip.to + k * strip.to_next;
-                    const int lane = strip.from_next == width<T>() ? k * width<T>() % s.stride : strip.lane;
-                    if (lane + width<T>() > s.lanes) store<T>(vector, keep_lanes<T>(load(vector), s.lanes - lane));
+                to = begin;
+                for (int k = 0; s.lanes < s.stride && k < strip.count; ++k, to += strip.to_next) {
+                    const int lane = strip.to_next == width<T>() ? k * width<T>() % s.stride : strip.lane;
+                    if (lane + width<T>() > s.lanes) store<T>(to, keep_lanes<T>(load(to), s.lanes - lane));
                 }
             });
         }
+    };
+    for (const Run& y : rows)
+        for (const Run& x : columns) by_taps(y, x, rectangle);
 }
 
-template <class T>
-void sums(Sums<T> s, const std::vector<Run>& rows, const std::vector<Run>& columns, int groups, int64_t weights) {
-    if (s.inputs == 1 && s.outputs < SUMS / 2)
-        return channelwise(s, rectangles_of(rows, columns, s.from, s.weight_row), groups);
+// `weights` numbers of each group.
+template <class T> void sums(Sums<T> s, const Runs& rows, const Runs& columns, int groups, int64_t weights) {
+    if (s.inputs == 1 && s.outputs < 4) {
+        for (int o = 0, all = groups * s.outputs; o < all; o += CHANNELS)
+            channelwise(s, rows, columns, o, std::min(o + CHANNELS, all));
+        return;
+    }
     for (int g = 0; g < groups; ++g) {
         sums_of_group(s, rows, columns);
         s.in += s.inputs * s.from.channel, s.out += s.outputs * s.to.channel, s.weight += weights;
@@ -356,87 +360,66 @@ void sums(Sums<T> s, const std::vector<Run>& rows, const std::vector<Run>& colum
     }
 }
 
-// -- convolutions and products -----------------------------------------------------------------------------------------
-
-constexpr int DEPTH = 256;  // examples at a time for the gradients of the weights of products
-
-// Of the input and of the output.
-inline Distances distances(int height, int width, int stride) {
-    return {int64_t(height) * width * stride, int64_t(width) * stride, stride};
-}
-
-inline std::vector<Run> positions_of(int count) { return {{0, 1, count, 0, 1, 0, 1, 1, 0}}; }
-
-inline int64_t product_scratch(const Product& p) { return int64_t(DEPTH) * (p.inputs + 64); }
-
-inline int64_t convolution_scratch(const Shape& s) {
-    return std::max(int64_t(DEPTH) * (s.inputs / s.groups + 64), 16 * (int64_t(s.kernel_h) * s.kernel_w + 16));
-}
-
 template <class T>
 void convolve(const Shape& s, const T* in, const T* weight, const T* bias, T* out, int lanes, int stride, T*) {
-    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups, taps = s.kernel_h * s.kernel_w;
-    sums<T>({in, weight, bias, out, inputs, outputs, distances(s.height, s.width, stride),
-             distances(s.out_height, s.out_width, stride), int64_t(inputs) * taps, taps, s.kernel_w, lanes, stride},
-            runs_of({s.out_height, s.height, s.kernel_h, s.stride_h, 1, -s.pad_top, s.dilation_h}),
-            runs_of({s.out_width, s.width, s.kernel_w, s.stride_w, 1, -s.pad_left, s.dilation_w}), s.groups,
-            int64_t(outputs) * inputs * taps);
+    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups;
+    const int64_t weights = int64_t(inputs) * s.taps();
+    sums<T>({in, weight, bias, out, inputs, outputs, image(s.height, s.width, stride),
+             image(s.out_height, s.out_width, stride), weights, s.taps(), s.kernel_w, lanes, stride},
+            rows_of(s), columns_of(s), s.groups, outputs * weights);
 }
 
 template <class T>
 void convolve_input_grad(const Shape& s, const T* grad_out, const T* weight, T* grad_in, int lanes, int stride, T*) {
-    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups, taps = s.kernel_h * s.kernel_w;
-    sums<T>({grad_out, weight, nullptr, grad_in, outputs, inputs, distances(s.out_height, s.out_width, stride),
-             distances(s.height, s.width, stride), taps, int64_t(inputs) * taps, s.kernel_w, lanes, stride},
-            runs_of({s.height, s.out_height, s.kernel_h, 1, s.stride_h, s.pad_top, -s.dilation_h}),
-            runs_of({s.width, s.out_width, s.kernel_w, 1, s.stride_w, s.pad_left, -s.dilation_w}), s.groups,
-            int64_t(outputs) * inputs * taps);
+    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups;
+    const int64_t weights = int64_t(inputs) * s.taps();
+    sums<T>({grad_out, weight, nullptr, grad_in, outputs, inputs, image(s.out_height, s.out_width, stride),
+             image(s.height, s.width, stride), s.taps(), weights, s.kernel_w, lanes, stride},
+            grad_rows_of(s), grad_columns_of(s), s.groups, outputs * weights);
 }
 
 template <class T>
 void multiply(const Product& p, const T* in, const T* weight, const T* bias, T* out, int lanes, int stride, T*) {
-    sums_of_group<T>({in, weight, bias, out, p.inputs, p.outputs, {stride, 0, int64_t(p.inputs) * stride},
-                      {stride, 0, int64_t(p.outputs) * stride}, p.inputs, 1, 0, lanes, stride},
-                     positions_of(1), positions_of(p.positions));
+    sums_of_group<T>({in, weight, bias, out, p.inputs, p.outputs, sequence(p.inputs, stride),
+                      sequence(p.outputs, stride), p.inputs, 1, 0, lanes, stride},
+                     positions_of(p.positions), positions_of(1));
 }
 
 template <class T>
 void multiply_input_grad(const Product& p, const T* grad_out, const T* weight, T* grad_in, int lanes, int stride, T*) {
-    sums_of_group<T>({grad_out, weight, nullptr, grad_in, p.outputs, p.inputs, {stride, 0, int64_t(p.outputs) * stride},
-                      {stride, 0, int64_t(p.inputs) * stride}, 1, p.inputs, 0, lanes, stride},
-                     positions_of(1), positions_of(p.positions));
+    sums_of_group<T>({grad_out, weight, nullptr, grad_in, p.outputs, p.inputs, sequence(p.outputs, stride),
+                      sequence(p.inputs, stride), 1, p.inputs, 0, lanes, stride},
+                     positions_of(p.positions), positions_of(1));
 }
 
 // -- gradients of weights ----------------------------------------------------------------------------------------------
 
-// Totals of N vectors: halves of pairs are added until the vectors are through, so that many totals cost few shuffles.
-template <class T> inline wide<T> add_pairs(wide<T> a, wide<T> b) {
-    decltype(a < b) even;
-    for (int i = 0; i < width<T>(); ++i) even[i] = 2 * i;
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+template <class T> using Index = decltype(wide<T>{} < wide<T>{});
+
+template <class T> inline wide<T> shuffled(wide<T> a, wide<T> b, Index<T> from) {
+#if defined(__clang__)
+    wide<T> value;
+    for (int i = 0; i < width<T>(); ++i) value[i] = from[i] < width<T>() ? a[from[i]] : b[from[i] - width<T>()];
+    return value;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
 }
 
+// Totals of N vectors: pairs of numbers are added until the vectors are through, so that many totals cost few shuffles.
 template <class T, int N> inline void totals(const wide<T>* sum, T* to) {
-    constexpr int W = width<T>(), GROUPS = (N + W - 1) / W;
-    for (int group = 0; group < GROUPS; ++group) {
+    constexpr int W = width<T>();
+    Index<T> even;
+    for (int i = 0; i < W; ++i) even[i] = 2 * i;
+    ESPER_UNROLLED(group, (N + W - 1) / W) {
         wide<T> part[W];
-ESPER_UNROLL
-        for (int i = 0; i < W; ++i) part[i] = group * W + i < N ? sum[group * W + i] : wide<T>{};
+        ESPER_UNROLLED(i, W) part[i] = group * W + i < N ? sum[group * W + i] : wide<T>{};
         for (int half = W / 2; half > 0; half /= 2)
-            for (int i = 0; i < half; ++i) part[i] = add_pairs<T>(part[2 * i], part[2 * i + 1]);
+            for (int i = 0; i < half; ++i)
+                part[i] = shuffled<T>(part[2 * i], part[2 * i + 1], even) +
+                          shuffled<T>(part[2 * i], part[2 * i + 1], even + 1);
         store<T>(to + group * W, part[0]);
     }
-}
-
-struct Span {  // of positions of an axis
-    int first, last;
-};
-
-// Positions of the span whose source, `shift` from its place, is inside.
-inline Span inside(Span all, int step, int shift, int size) {
-    while (all.first < all.last && all.first * step + shift < 0) ++all.first;
-    while (all.first < all.last && (all.last - 1) * step + shift >= size) --all.last;
-    return all;
 }
 
 template <class T> struct WeightGrad {  // of one group
@@ -447,124 +430,72 @@ template <class T> struct WeightGrad {  // of one group
     int stride;
 };
 
+struct Span {  // of positions
+    int first, last;
+};
+
+// Positions of the span whose source, `shift` from their place, is inside.
+inline Span inside(Span all, int step, int shift, int size) {
+    while (all.first < all.last && all.first * step + shift < 0) ++all.first;
+    while (all.first < all.last && (all.last - 1) * step + shift >= size) --all.last;
+    return all;
+}
+
 // Products of outputs and inputs, over a part of the image, for one tap.
 template <class T, int OS, int CS>
-void tap_tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x, int ky, int kx) {
-    const int top = ky * s.dilation_h - s.pad_top, left = kx * s.dilation_w - s.pad_left;
-    y = inside(y, s.stride_h, top, s.height), x = inside(x, s.stride_w, left, s.width);
+void tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x, int tap) {
+    const int up = tap / s.kernel_w * s.dilation_h - s.pad_top, left = tap % s.kernel_w * s.dilation_w - s.pad_left;
+    y = inside(y, s.stride_h, up, s.height), x = inside(x, s.stride_w, left, s.width);
     int64_t g_next = k.to.column, h_next = s.stride_w * k.from.column;
     int count = x.last - x.first, stride = k.stride;
-    if (g_next == stride && h_next == stride)
-        count *= stride / width<T>(), g_next = h_next = stride = width<T>();  // one row of vectors
-    wide<T> sum[OS][CS] = {};
-    for (int i = y.first; i < y.last; ++i)
+    if (h_next == stride) count *= stride / width<T>(), g_next = h_next = stride = width<T>();  // one row of vectors
+    wide<T> sum[OS][CS];
+    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) sum[i][j] = wide<T>{};
+    for (int row = y.first; row < y.last; ++row)
         for (int lane = 0; lane < stride; lane += width<T>()) {
-            const T* g = k.grad_out + o * k.to.channel + i * k.to.row + x.first * k.to.column + lane;
-            const T* h = k.in + c * k.from.channel + (i * s.stride_h + top) * k.from.row +
+            const T* g = k.grad_out + o * k.to.channel + row * k.to.row + x.first * k.to.column + lane;
+            const T* h = k.in + c * k.from.channel + (row * s.stride_h + up) * k.from.row +
                          (x.first * s.stride_w + left) * k.from.column + lane;
-            for (int left = count; left > 0; --left, g += g_next, h += h_next) {
+            for (int n = 0; n < count; ++n, g += g_next, h += h_next) {
                 wide<T> here[CS];
-ESPER_UNROLL
-                for (int j = 0; j < CS; ++j) here[j] = load(h + j * k.from.channel);
-ESPER_UNROLL
-                for (int n = 0; n < OS; ++n) {
-                    const wide<T> to = load(g + n * k.to.channel);
-ESPER_UNROLL
-                    for (int j = 0; j < CS; ++j) sum[n][j] += to * here[j];
+                ESPER_UNROLLED(j, CS) here[j] = load(h + j * k.from.channel);
+                ESPER_UNROLLED(i, OS) {
+                    const wide<T> to = load(g + i * k.to.channel);
+                    ESPER_UNROLLED(j, CS) sum[i][j] += to * here[j];
                 }
             }
         }
     T total[OS * CS + width<T>()];
     totals<T, OS * CS>(&sum[0][0], total);
-    T* grad = k.grad + ((int64_t(o) * k.inputs + c) * s.kernel_h + ky) * s.kernel_w + kx;
-    const int64_t taps = s.kernel_h * s.kernel_w;
-ESPER_UNROLL
-    for (int n = 0; n < OS; ++n)
-ESPER_UNROLL
-        for (int j = 0; j < CS; ++j) grad[(n * k.inputs + j) * taps] += total[n * CS + j];
-}
-
-// The same for row `ky` of a kernel of three neighbours, which slide along a row of the image: each is loaded once.
-template <class T, int OS, int CS>
-void row_tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x, int ky) {
-    const int top = ky * s.dilation_h - s.pad_top;
-    y = inside(y, s.stride_h, top, s.height);
-    wide<T> sum[OS][CS][3] = {};
-    for (int i = y.first; i < y.last; ++i)
-        for (int lane = 0; lane < k.stride; lane += width<T>()) {
-            int column = x.first - s.pad_left;  // of the left neighbour
-            const T* g = k.grad_out + o * k.to.channel + i * k.to.row + x.first * k.to.column + lane;
-            const T* h = k.in + c * k.from.channel + (i * s.stride_h + top) * k.from.row + column * k.from.column + lane;
-            const auto neighbour = [&](int dx, int j) {
-                const bool there = unsigned(column + dx) < unsigned(s.width);
-                return there ? load(h + dx * k.from.column + j * k.from.channel) : wide<T>{};
-            };
-            wide<T> left[CS], here[CS], right[CS];
-ESPER_UNROLL
-            for (int j = 0; j < CS; ++j) left[j] = neighbour(0, j), here[j] = neighbour(1, j);
-            for (int count = x.last - x.first; count > 0; --count, ++column, g += k.to.column, h += k.from.column) {
-ESPER_UNROLL
-                for (int j = 0; j < CS; ++j) right[j] = neighbour(2, j);
-ESPER_UNROLL
-                for (int n = 0; n < OS; ++n) {
-                    const wide<T> to = load(g + n * k.to.channel);
-ESPER_UNROLL
-                    for (int j = 0; j < CS; ++j) {
-                        sum[n][j][0] += to * left[j];
-                        sum[n][j][1] += to * here[j];
-                        sum[n][j][2] += to * right[j];
-                    }
-                }
-ESPER_UNROLL
-                for (int j = 0; j < CS; ++j) left[j] = here[j], here[j] = right[j];
-            }
-        }
-    T total[OS * CS * 3 + width<T>()];
-    totals<T, OS * CS * 3>(&sum[0][0][0], total);
-ESPER_UNROLL
-    for (int n = 0; n < OS; ++n)
-ESPER_UNROLL
-        for (int j = 0; j < CS; ++j)
-            for (int kx = 0; kx < 3; ++kx)
-                k.grad[((int64_t(o + n) * k.inputs + c + j) * s.kernel_h + ky) * 3 + kx] += total[(n * CS + j) * 3 + kx];
-}
-
-template <class T, int OS, int CS>
-void tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x) {
-    for (int ky = 0; ky < s.kernel_h; ++ky) {
-        if constexpr (CS <= REGISTERS / 16)
-            if (s.kernel_w == 3 && s.stride_w == 1 && s.dilation_w == 1) {
-                row_tile<T, OS, CS>(s, k, o, c, y, x, ky);
-                continue;
-            }
-        for (int kx = 0; kx < s.kernel_w; ++kx) tap_tile<T, OS, CS>(s, k, o, c, y, x, ky, kx);
-    }
+    T* grad = k.grad + (int64_t(o) * k.inputs + c) * s.taps() + tap;
+    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) grad[(int64_t(i) * k.inputs + j) * s.taps()] += total[i * CS + j];
 }
 
 template <class T, int OS> void tiles(const Shape& s, const WeightGrad<T>& k, int o, Span y, Span x) {
-    const bool rows = s.kernel_w == 3 && s.stride_w == 1 && s.dilation_w == 1;
-    const int most = rows ? REGISTERS / 16 : REGISTERS == 32 ? 4 : 3;
+    constexpr int MOST = REGISTERS == 32 ? 4 : 3;
     for (int c = 0, done; c < k.inputs; c += done) {
-        done = std::min(most, k.inputs - c);
-        if (done == 4) tile<T, OS, 4>(s, k, o, c, y, x);
-        else if (done == 3) tile<T, OS, 3>(s, k, o, c, y, x);
-        else if (done == 2) tile<T, OS, 2>(s, k, o, c, y, x);
-        else tile<T, OS, 1>(s, k, o, c, y, x);
+        done = std::min(MOST, k.inputs - c);
+        for (int tap = 0; tap < s.taps(); ++tap)
+            if (done == MOST) tile<T, OS, MOST>(s, k, o, c, y, x, tap);
+            else if (done == 3) tile<T, OS, 3>(s, k, o, c, y, x, tap);
+            else if (done == 2) tile<T, OS, 2>(s, k, o, c, y, x, tap);
+            else tile<T, OS, 1>(s, k, o, c, y, x, tap);
     }
 }
 
 // Parts of the image of which the features of a tile stay in the first cache.
-template <class T> void weight_grad(const Shape& s, const WeightGrad<T>& k) {
+template <class T> void tiled_weight_grad(const Shape& s, const WeightGrad<T>& k) {
     const int64_t positions = FIRST_CACHE / (8 * int64_t(k.stride) * sizeof(T));
     const int columns = std::max<int64_t>(2, std::min<int64_t>(positions, s.out_width));
     const int rows = std::max<int64_t>(1, positions / columns);
     for (int top = 0; top < s.out_height; top += rows)
         for (int left = 0; left < s.out_width; left += columns) {
             const Span y{top, std::min(top + rows, s.out_height)}, x{left, std::min(left + columns, s.out_width)};
-            for (int o = 0; o < k.outputs;) {
-                if (k.outputs - o >= 4) tiles<T, 4>(s, k, o, y, x), o += 4;
-                else if (k.outputs - o >= 2) tiles<T, 2>(s, k, o, y, x), o += 2;
-                else tiles<T, 1>(s, k, o, y, x), ++o;
+            for (int o = 0, done; o < k.outputs; o += done) {
+                done = k.outputs - o >= 4 ? 4 : k.outputs - o >= 2 ? 2 : 1;
+                if (done == 4) tiles<T, 4>(s, k, o, y, x);
+                else if (done == 2) tiles<T, 2>(s, k, o, y, x);
+                else tiles<T, 1>(s, k, o, y, x);
             }
         }
 }
@@ -572,7 +503,7 @@ template <class T> void weight_grad(const Shape& s, const WeightGrad<T>& k) {
 // Rows and columns of a square of numbers trade places.
 template <class T, int STEP = 1> inline void transpose_square(wide<T>* row) {
     if constexpr (STEP < width<T>()) {
-        decltype(row[0] < row[0]) low, high;
+        Index<T> low, high;
         for (int i = 0; i < width<T>(); ++i) {
             low[i] = i & STEP ? width<T>() + i - STEP : i;
             high[i] = i & STEP ? width<T>() + i : i + STEP;
@@ -580,159 +511,173 @@ template <class T, int STEP = 1> inline void transpose_square(wide<T>* row) {
         for (int i = 0; i < width<T>(); ++i)
             if (!(i & STEP)) {
                 const wide<T> a = row[i], b = row[i + STEP];
-                row[i] = __builtin_shuffle(a, b, low), row[i + STEP] = __builtin_shuffle(a, b, high);
+                row[i] = shuffled<T>(a, b, low), row[i + STEP] = shuffled<T>(a, b, high);
             }
         transpose_square<T, STEP * 2>(row);
     }
 }
 
-// Kernels of one number. Vectors along the inputs, so that nothing is summed over the lanes of a vector: examples are
-// what is summed over, as inputs are in `block`. The inputs are transposed to `scratch`: [some vectors][example][vector].
-template <class T>
-void product_weight_grad(const Shape& s, const WeightGrad<T>& k, int lanes, T* scratch) {
+constexpr int PANEL = 2048, PANEL_ROW = 48;  // examples of positions, and numbers of each, in a panel
+
+// Lanes at a time; 0 for an image that is too wide.
+template <class T> inline int panel_lanes(const Shape& s) {
+    return PANEL / (std::min(s.reach(), s.height) * s.width) / width<T>() * width<T>();
+}
+
+inline int64_t panel_scratch(const Shape& s) {
+    return PANEL * PANEL_ROW + int64_t(s.taps()) * (s.outputs / s.groups) * (s.inputs / s.groups);
+}
+
+// For many inputs: vectors along the inputs, so that nothing is summed over the lanes of a vector. The sums are those of
+// `block`, with examples in the place of inputs. The inputs of some rows of the image and some lanes are transposed to a
+// panel [position][lane][up to three vectors of inputs].
+template <class T> void panel_weight_grad(const Shape& s, const WeightGrad<T>& k, int lanes, T* scratch) {
     constexpr int W = width<T>();
-    const int vectors = (k.inputs + W - 1) / W, panels = (vectors + 2) / 3, all = s.out_height * s.out_width;
-    for (int begin = 0; begin < lanes; begin += DEPTH) {
-        const int count = std::min(DEPTH, lanes - begin), most = DEPTH / count;
-        std::vector<Step> steps(count, Step{0, 1});
-        steps.back().weight = k.to.column - (count - 1);
-        for (int first = 0; first < all; first += most) {
-            const int positions = std::min(most, all - first);
-            for (int panel = 0, v = 0; panel < panels; ++panel) {
-                const int wide_by = vectors / panels + (panel < vectors % panels), c = v * W;
-                for (int p = 0; p < positions; ++p) {
-                    const int at = first + p;
-                    const T* h = k.in + at / s.out_width * s.stride_h * k.from.row +
-                                 at % s.out_width * s.stride_w * k.from.column + begin;
-                    for (int u = 0; u < wide_by; ++u)
+    const int vectors = (k.inputs + W - 1) / W, panels = (vectors + 2) / 3;
+    const int most = std::min(lanes, panel_lanes<T>(s)), examples = s.width * ((most + W - 1) / W * W);
+    // a panel that is read once for some outputs stays in the first cache
+    const int rows = std::max(1, ((s.taps() == 1 ? 256 : PANEL) / examples - s.reach()) / s.stride_h + 1);
+    const int64_t tap_size = int64_t(k.outputs) * k.inputs;
+    T *panel = scratch, *sum = s.taps() == 1 ? k.grad : scratch + PANEL * PANEL_ROW;  // sum: [tap][output][input]
+    if (sum != k.grad) std::fill(sum, sum + s.taps() * tap_size, T(0));
+    Steps steps;
+    for (int begin = 0; begin < lanes; begin += most)
+        for (int first = 0; first < s.out_height; first += rows) {
+            const int count = std::min(most, lanes - begin), last = std::min(first + rows, s.out_height);
+            const int top = std::max(0, first * s.stride_h - s.pad_top);
+            const int bottom = std::min(s.height, (last - 1) * s.stride_h - s.pad_top + s.reach());
+            for (int p = 0, c = 0, size; p < panels; ++p, c += size * W) {
+                size = vectors / panels + (p < vectors % panels);
+                const int64_t next = size * W;
+                for (int place = 0; place < (bottom - top) * s.width; ++place)
+                    for (int u = c; u < c + next; u += W)
                         for (int lane = 0; lane < count; lane += W) {
+                            const T* h = k.in + u * k.from.channel + (top + place / s.width) * k.from.row +
+                                         place % s.width * k.from.column + begin + lane;
+                            T* to = panel + (int64_t(place) * count + lane) * next + u - c;
                             wide<T> row[W];
-ESPER_UNROLL
-                            for (int i = 0; i < W; ++i)
-                                row[i] = c + u * W + i < k.inputs ? load(h + (c + u * W + i) * k.from.channel + lane) : wide<T>{};
+                            ESPER_UNROLLED(i, W) row[i] = u + i < k.inputs ? load(h + i * k.from.channel) : wide<T>{};
                             transpose_square<T>(row);
-                            T* to = scratch + ((int64_t(p) * count + lane) * wide_by + u) * W;
-                            for (int i = 0; i < W && lane + i < count; ++i) store<T>(to + i * wide_by * W, row[i]);
+                            ESPER_UNROLLED(i, W) if (lane + i < count) store<T>(to + i * next, row[i]);
                         }
-                }
                 Spot spots[3];
-                for (int u = 0; u < wide_by; ++u) spots[u] = {u * W, c + u * W, k.inputs - c - u * W};
-                for (Step& step : steps) step.from = wide_by * W;
-                const T* g = k.grad_out + first * k.to.column + begin;
-                const Sums<T> sums{scratch, g, nullptr, k.grad, positions, k.outputs, {}, {k.inputs, 0, 0},
-                                   k.to.channel, 0, 0, 0, 0, true};
-                blocks(sums, steps, spots, wide_by, g, 0, k.outputs);
-                v += wide_by;
+                for (int u = 0; u < size; ++u) spots[u] = {u * W, c + u * W, k.inputs - c - u * W};
+                for (int tap = 0; tap < s.taps(); ++tap) {
+                    const int up = tap / s.kernel_w * s.dilation_h - s.pad_top;
+                    const int left = tap % s.kernel_w * s.dilation_w - s.pad_left;
+                    const Span y = inside({first, last}, s.stride_h, up, s.height);
+                    const Span x = inside({0, s.out_width}, s.stride_w, left, s.width);
+                    const int64_t across = x.last - x.first;
+                    if (y.first == y.last || across == 0) continue;
+                    steps.assign(across * count, {next, 1});
+                    for (size_t i = count - 1; i < steps.size(); i += count)  // to the next position
+                        steps[i] = {next * ((s.stride_w - 1) * count + 1), k.to.column - (count - 1)};
+                    steps.back().from += next * count * (int64_t(s.stride_h) * s.width - across * s.stride_w);
+                    steps.back().weight += k.to.row - across * k.to.column;
+                    const T* g = k.grad_out + y.first * k.to.row + x.first * k.to.column + begin;
+                    const int from = (y.first * s.stride_h + up - top) * s.width + x.first * s.stride_w + left;
+                    blocks<T>({panel + from * count * next, g, nullptr, sum + tap * tap_size, y.last - y.first, k.outputs,
+                               {}, {k.inputs, 0, 0}, k.to.channel, 0, 0, 0, 0, true},
+                              steps, spots, size, g, 0, k.outputs);
+                }
             }
         }
-    }
+    for (int64_t i = 0; sum != k.grad && i < tap_size; ++i)
+        for (int tap = 0; tap < s.taps(); ++tap) k.grad[i * s.taps() + tap] += sum[tap * tap_size + i];
 }
 
-// The next products of a strip for N taps: U vectors at a time, so that additions need not wait for each other.
-template <class T, int N, int U>
-inline void channel_sums(const T* h, const T* g, const Strip& strip, const int64_t* from, const int64_t* weight, T* sums) {
-    wide<T> sum[U][N] = {};
-    const auto add = [&](int u) {
-        const wide<T> to = load(g);
-ESPER_UNROLL
-        for (int i = 0; i < N; ++i) sum[u][i] += to * load(h + from[i]);
-        h += strip.from_next, g += strip.to_next;
-    };
-    int left = strip.count;
-    for (; left >= U; left -= U)
-ESPER_UNROLL
-        for (int u = 0; u < U; ++u) add(u);
-    for (; left > 0; --left) add(0);
-ESPER_UNROLL
-    for (int i = 0; i < N; ++i) {
-ESPER_UNROLL
-        for (int u = 1; u < U; ++u) sum[0][i] += sum[u][i];
-        T* to = sums + weight[i] * width<T>();
-        store<T>(to, load(to) + sum[0][i]);
-    }
-}
-
-template <class T>
-void channelwise_weight_grad(const Shape& s, const WeightGrad<T>& k, const std::vector<Rectangle>& rectangles, T* sums) {
+// One input per output. `sums` [channel][tap][vector].
+template <class T> void channelwise_weight_grad(const Shape& s, const WeightGrad<T>& k, T* sums) {
     constexpr int W = width<T>();
-    const int taps = s.kernel_h * s.kernel_w;
-    for (int o = 0; o < s.outputs; ++o) {
-        std::memset(sums, 0, sizeof(T) * W * ((taps + W - 1) / W * W));
-        const T *h = k.in + o / k.outputs * k.from.channel, *g = k.grad_out + o * k.to.channel;
-        for (const Rectangle& r : rectangles)
-            each_strip(r, k.from, k.to, W, k.stride, [&](const Strip& strip) {
-                const int64_t *from = r.from.data(), *weight = r.weight.data();
-                const int count = r.from.size();
-                for (int i = 0; i < count;) {
-                    const auto next = [&](auto sum, int done) {
-                        sum(h + strip.from, g + strip.to, strip, from + i, weight + i, sums);
-                        i += done;
-                    };
-                    if (count - i >= 9) next(channel_sums<T, 9, 1>, 9);
-                    else if (count - i >= 3) next(channel_sums<T, 3, 3>, 3);
-                    else next(channel_sums<T, 1, 8>, 1);
+    const Runs rows = rows_of(s), columns = columns_of(s);
+    for (int first = 0; first < s.outputs; first += CHANNELS) {
+        const int last = std::min(first + CHANNELS, s.outputs), count = (last - first) * s.taps();
+        std::fill(sums, sums + (count + W - 1) / W * W * W, T(0));
+        const auto rectangle = [&](const Run& y, const Run& x, auto ky, auto kx, bool) {
+            constexpr int KY = decltype(ky)::value, KX = decltype(kx)::value;
+            const int64_t dy = y.tap_source * k.from.row, dx = x.tap_source * k.from.column;
+            for (int o = first; o < last; ++o) {
+                wide<T> sum[KY + 1][KX + 1];
+                ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX) sum[i][j] = wide<T>{};
+                each_strip(y, x, k.from, k.to, W, k.stride, [&](const Strip& strip) {
+                    const T *h = k.in + o / k.outputs * k.from.channel + strip.from;
+                    const T *g = k.grad_out + o * k.to.channel + strip.to;
+                    for (int n = 0; n < strip.count; ++n, h += strip.from_next, g += strip.to_next) {
+                        const wide<T> to = load(g);
+                        ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX) sum[i][j] += to * load(h + i * dy + j * dx);
+                    }
+                });
+                T* own = sums + ((o - first) * s.taps() + y.tap * s.kernel_w + x.tap) * W;
+                ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX) {
+                    T* to = own + (i * y.tap_step * s.kernel_w + j * x.tap_step) * W;
+                    store<T>(to, load(to) + sum[i][j]);
                 }
-            });
-        for (int i = 0; i < taps; i += W) {
+            }
+        };
+        for (const Run& y : rows)
+            for (const Run& x : columns) by_taps(y, x, rectangle);
+        for (int i = 0; i < count; i += W) {
             wide<T> part[W];
             T total[W];
-ESPER_UNROLL
-            for (int j = 0; j < W; ++j) part[j] = load(sums + (i + j) * W);
+            ESPER_UNROLLED(j, W) part[j] = load(sums + (i + j) * W);
             totals<T, W>(part, total);
-            for (int j = 0; j < W && i + j < taps; ++j) k.grad[o * taps + i + j] += total[j];
+            for (int j = 0; j < W && i + j < count; ++j) k.grad[first * s.taps() + i + j] += total[j];
         }
     }
 }
 
-template <class T> void bias_grad(const WeightGrad<T>& k, int outputs, int positions, T* grad) {
-    const bool joined = k.to.column == k.stride;
-    const int rows = joined ? 1 : positions, length = joined ? positions * k.stride : k.stride;
+// Rows of numbers that follow each other.
+template <class T> void bias_grad(const WeightGrad<T>& k, int outputs, int rows, int length, T* grad) {
     for (int o = 0; o < outputs; ++o) {
         wide<T> sum[4] = {};
-        for (int m = 0; m < rows; ++m) {
-            const T* g = k.grad_out + o * k.to.channel + m * k.to.column;
+        for (int row = 0; row < rows; ++row) {
+            const T* g = k.grad_out + o * k.to.channel + row * k.to.row;
             int at = 0;
             for (; at + 4 * width<T>() <= length; at += 4 * width<T>())
-ESPER_UNROLL
-                for (int v = 0; v < 4; ++v) sum[v] += load(g + at + v * width<T>());
+                ESPER_UNROLLED(v, 4) sum[v] += load(g + at + v * width<T>());
             for (; at < length; at += width<T>()) sum[0] += load(g + at);
         }
         grad[o] += total<T>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 }
 
+inline int64_t convolution_scratch(const Shape& s) {
+    return std::max(panel_scratch(s), 16 * (CHANNELS * int64_t(s.taps()) + 16));
+}
+
 template <class T>
 void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, T* grad_bias, int lanes, int stride,
                           T* scratch) {
-    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups, taps = s.kernel_h * s.kernel_w;
-    WeightGrad<T> k{in, grad_out, grad, inputs, outputs, distances(s.height, s.width, stride),
-                    distances(s.out_height, s.out_width, stride), stride};
-    if (grad_bias) bias_grad(k, s.outputs, s.out_height * s.out_width, grad_bias);
-    if (inputs == 1 && outputs < 4) {
-        const auto rows = runs_of({s.out_height, s.height, s.kernel_h, s.stride_h, 1, -s.pad_top, s.dilation_h});
-        const auto columns = runs_of({s.out_width, s.width, s.kernel_w, s.stride_w, 1, -s.pad_left, s.dilation_w});
-        return channelwise_weight_grad(s, k, rectangles_of(rows, columns, k.from, s.kernel_w), scratch);
-    }
-    // nothing beyond the image is read, and the vectors along the inputs are nearly full
+    const int inputs = s.inputs / s.groups, outputs = s.outputs / s.groups;
+    WeightGrad<T> k{in, grad_out, grad, inputs, outputs, image(s.height, s.width, stride),
+                    image(s.out_height, s.out_width, stride), stride};
+    if (grad_bias) bias_grad(k, s.outputs, s.out_height, s.out_width * stride, grad_bias);
+    if (inputs == 1 && outputs < 4) return channelwise_weight_grad(s, k, scratch);
+    // several vectors along the inputs that are nearly full
     const int full = (inputs + width<T>() - 1) / width<T>() * width<T>();
-    const bool product = taps == 1 && s.pad_top == 0 && s.pad_left == 0 && 4 * inputs >= 3 * full &&
-                         (s.out_height - 1) * s.stride_h < s.height && (s.out_width - 1) * s.stride_w < s.width;
+    const bool panels = full > width<T>() && 4 * inputs >= 3 * full && panel_lanes<T>(s) > 0;
     for (int g = 0; g < s.groups; ++g) {
-        if (product) product_weight_grad(s, k, lanes, scratch);
-        else weight_grad(s, k);
+        if (panels) panel_weight_grad(s, k, lanes, scratch);
+        else tiled_weight_grad(s, k);
         k.in += inputs * k.from.channel, k.grad_out += outputs * k.to.channel;
-        k.grad += int64_t(outputs) * inputs * taps;
+        k.grad += int64_t(outputs) * inputs * s.taps();
     }
 }
+
+// Positions are the rows of an image.
+inline Shape image_of(const Product& p) {
+    return {p.inputs, p.outputs, 1, p.positions, 1, p.positions, 1, 1, 1, 1, 1, 0, 0, 1, 1};
+}
+
+inline int64_t product_scratch(const Product& p) { return panel_scratch(image_of(p)); }
 
 template <class T>
 void multiply_weight_grad(const Product& p, const T* in, const T* grad_out, T* grad, T* grad_bias, int lanes, int stride,
                           T* scratch) {
-    const Shape s{p.inputs, p.outputs, 1, 1, p.positions, 1, p.positions, 1, 1, 1, 1, 0, 0, 1, 1};
-    const WeightGrad<T> k{in, grad_out, grad, p.inputs, p.outputs, {stride, 0, int64_t(p.inputs) * stride},
-                          {stride, 0, int64_t(p.outputs) * stride}, stride};
-    product_weight_grad(s, k, lanes, scratch);
-    if (grad_bias) bias_grad(k, p.outputs, p.positions, grad_bias);
+    const WeightGrad<T> k{in, grad_out, grad, p.inputs, p.outputs, sequence(p.inputs, stride),
+                          sequence(p.outputs, stride), stride};
+    panel_weight_grad(image_of(p), k, lanes, scratch);
+    if (grad_bias) bias_grad(k, p.outputs, p.positions, stride, grad_bias);
 }
 
 // -- instructions: n = {the numbers of Shape or Product} ----------------------------------------------------------------

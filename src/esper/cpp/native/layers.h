@@ -89,11 +89,15 @@ inline float erf_of(float x) {
     return p * x / q;
 }
 
-// sin(x + quarters pi / 2). Multiples of pi / 2 are taken away in double precision.
+// sin(x + quarters pi / 2). Multiples of pi / 2 are taken away in double precision, which has digits enough for x up to
+// 1e10; that of larger ones is a number between -1 and 1.
 inline float sine_of(float x, int64_t quarters) {
     const double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
     const double shifted = double(x) * 0.63661977236758134308 + shift, n = shifted - shift;
-    const float r = float((double(x) - n * 1.57079632679489661923) - n * 6.123233995736766e-17), square = r * r;
+    float r = float((double(x) - n * 1.57079632679489661923) - n * 6.123233995736766e-17);
+    r = r > 0.8f ? 0.8f : r;
+    r = r < -0.8f ? -0.8f : r;
+    const float square = r * r;
     const int64_t quadrant = bits_of<int64_t>(shifted) + quarters;
     const float sine = ((-1.9515295891e-4f * square + 8.3321608736e-3f) * square - 1.6666654611e-1f) * square * r + r;
     const float cosine = ((2.443315711809948e-5f * square - 1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
@@ -108,11 +112,19 @@ inline double expm1_of(double x) { return std::expm1(x); }
 inline double erf_of(double x) { return std::erf(x); }
 inline double sine_of(double x, int64_t quarters) { return quarters ? std::cos(x) : std::sin(x); }
 
-// x^n for a whole number n, else through the C library.
-template <class T> inline T power_of(T x, T exponent) { return std::pow(x, exponent); }
+// x^exponent. `sign`: 1 for an even exponent, -1 for an odd one, and NaN if a negative x has no such power.
+inline float power_of(float x, float exponent, float sign) {
+    const float value = exp_of(exponent * log_of(std::fabs(x)));
+    return x < 0.0f ? value * sign : value;
+}
+
+inline double power_of(double x, double exponent, double) { return std::pow(x, exponent); }
 
 // log(1 + exp(x)), without overflow.
-template <class T> inline T softplus_of(T x) { return (x > T(0) ? x : T(0)) + log1p_of(exp_of(x > T(0) ? -x : x)); }
+template <class T> inline T softplus_of(T x) {
+    const T e = exp_of(-std::fabs(x)), w = T(1) + e, value = log_of(w) - ((w - T(1)) - e) / w;
+    return (x > T(0) ? x : T(0)) + value;
+}
 
 // -- activation functions ---------------------------------------------------------------------------------------------
 
@@ -125,12 +137,12 @@ template <class T> inline T softplus_of(T x) { return (x > T(0) ? x : T(0)) + lo
     X(SILU, x * sigmoid_of(x), g * silu_slope(s))                                                                      \
     X(HARDSWISH, x * clip(x + T(3), T(6)) / T(6), s <= T(-3) ? T(0) : s < T(3) ? g * (s / T(3) + T(0.5)) : g)          \
     X(LEAKY_RELU, x > T(0) ? x : x * a, s > T(0) ? g : g * a)                                                          \
-    X(ELU, x > T(0) ? x * b : expm1_of(x * c) * a, s > T(0) ? g * b : g * a * c * exp_of(s * c))                       \
+    X(ELU, x > T(0) ? x * b : expm1_of(x * c) * a, s <= T(0) ? g * a * c * exp_of(s * c) : g * b)                      \
     X(GELU, T(0.5) * x * (T(1) + erf_of(x * T(M_SQRT1_2))),                                                            \
       g * (T(0.5) * (T(1) + erf_of(s * T(M_SQRT1_2))) + s * exp_of(T(-0.5) * s * s) * T(0.39894228040143267794)))      \
-    X(GELU_TANH, T(0.5) * x * (T(1) + tanh_of(gelu_inner(x))), g * gelu_tanh_slope(s))                                 \
+    X(GELU_TANH, x * gelu_gate(x), g * gelu_tanh_slope(s))                                                             \
     X(MISH, mish(x), g * mish_slope(s))                                                                                \
-    X(HARDSIGMOID, clip(x + T(3), T(6)) / T(6), (s > T(-3)) & (s < T(3)) ? g / T(6) : T(0))                            \
+    X(HARDSIGMOID, clip(x + T(3), T(6)) / T(6), (s > T(-3)) & (s < T(3)) ? g * T(1.0f / 6.0f) : T(0))                  \
     X(SIGMOID, sigmoid_of(x), g * s * (T(1) - s))                                                                      \
     X(TANH, tanh_of(x), g * (T(1) - s * s))                                                                            \
     X(SOFTPLUS, x * a > b ? x : softplus_of(x * a) / a, s * a > b ? g : g * sigmoid_of(s * a))                         \
@@ -141,11 +153,11 @@ template <class T> inline T softplus_of(T x) { return (x > T(0) ? x : T(0)) + lo
     X(SQRT, std::sqrt(x), g / (s + s))                                                                                 \
     X(RSQRT, T(1) / std::sqrt(x), T(-0.5) * g * s * s * s)                                                             \
     X(RECIPROCAL, T(1) / x, -g * s * s)                                                                                \
-    X(ABS, x < T(0) ? -x : x + T(0), s > T(0) ? g : s < T(0) ? -g : g * s)                                             \
+    X(ABS, x < T(0) ? -x : x + T(0), s > T(0) ? g : s < T(0) ? -g : g * T(0))                                          \
     X(SIGN, T(x > T(0)) - T(x < T(0)), g * T(0))                                                                       \
     X(SQUARE, x * x, g * (s + s))                                                                                      \
     X(CUBE, x * x * x, T(3) * g * s * s)                                                                               \
-    X(POWER, power_of(x, a), g * (a * power_of(s, a - T(1))))                                                          \
+    X(POWER, power_of(x, a, b), g * (a * power_of(s, a - T(1), -b)))                                                   \
     X(CLAMP, x < a ? a : x > b ? b : x, (s >= a) & (s <= b) ? g : T(0))                                                \
     X(SIN, sine_of(x, 0), g * sine_of(s, 1))                                                                           \
     X(COS, sine_of(x, 1), -g * sine_of(s, 0))                                                                          \
@@ -171,12 +183,13 @@ template <class T> inline T silu_slope(T x) {
     return open * (T(1) + x * (T(1) - open));
 }
 
-constexpr double GELU_FACTOR = 0.79788456080286535588, GELU_CUBIC = 0.044715;
-template <class T> inline T gelu_inner(T x) { return T(GELU_FACTOR) * (x + T(GELU_CUBIC) * (x * x * x)); }
+// (1 + tanh(u)) / 2 = sigmoid(2 u), of which no digits cancel.
+constexpr double GELU_FACTOR = 2.0 * 0.79788456080286535588, GELU_CUBIC = 0.044715;
+template <class T> inline T gelu_gate(T x) { return sigmoid_of(T(GELU_FACTOR) * (x + T(GELU_CUBIC) * (x * x * x))); }
 
 template <class T> inline T gelu_tanh_slope(T x) {
-    const T t = tanh_of(gelu_inner(x)), inner = T(GELU_FACTOR) * (T(1) + T(3 * GELU_CUBIC) * (x * x));
-    return T(0.5) * (T(1) + t) + T(0.5) * x * (T(1) - t * t) * inner;
+    const T gate = gelu_gate(x);
+    return gate + x * gate * (T(1) - gate) * (T(GELU_FACTOR) * (T(1) + T(3 * GELU_CUBIC) * (x * x)));
 }
 
 // tanh(log(1 + e)) = w / (w + 2), w = e (e + 2), for e = exp(x). Beyond 20 it is 1.
@@ -186,8 +199,9 @@ template <class T> inline T mish(T x) {
 }
 
 template <class T> inline T mish_slope(T x) {
-    const T e = exp_of(x > T(20) ? T(20) : x), w = e * (e + T(2)), below = T(1) / (w + T(2));
-    return w * below + x * (T(4) * e * (T(1) + e) * below * below);
+    const T bounded = x > T(20) ? T(20) : x;
+    const T e = exp_of(bounded), w = e * (e + T(2)), below = T(1) / (w + T(2));
+    return w * below + bounded * (T(4) * e * (T(1) + e) * below * below);
 }
 
 #define X(name, f, f_back)                                                                                             \
@@ -220,6 +234,28 @@ template <class T, class Use> void with_simple_function(int kind, const double* 
         case HARDSWISH: return use(Of_HARDSWISH<T>{a, b, T(0)});
         default: return use(Of_IDENTITY<T>{a, b, T(0)});
     }
+}
+
+// The same of vectors. Lanes of a vector are handled in memory where a function is more than a comparison.
+template <class T, class F> inline wide<T> value_of(F f, wide<T> x) {
+    if constexpr (F::function == IDENTITY) return x;
+    else if constexpr (F::function == RELU) return x <= T(0) ? wide<T>{} : x;
+    T part[width<T>()];
+    store<T>(part, x);
+#pragma omp simd
+    for (int i = 0; i < width<T>(); ++i) part[i] = f.of(part[i]);
+    return load(part);
+}
+
+template <class T, class F> inline wide<T> slope_of(F f, wide<T> saved, wide<T> g) {
+    if constexpr (F::function == IDENTITY) return g;
+    else if constexpr (F::function == RELU) return saved <= T(0) ? wide<T>{} : g;
+    T part[width<T>()], other[width<T>()];
+    store<T>(part, saved);
+    store<T>(other, g);
+#pragma omp simd
+    for (int i = 0; i < width<T>(); ++i) other[i] = f.back(part[i], other[i]);
+    return load(other);
 }
 
 // n = {rows}
@@ -306,15 +342,28 @@ void normalize(int64_t rows, Scaled<T> norm, F f, const T* x, const T* other, T*
     }
 }
 
-// Two sums over the lanes of rows: of first(at) and second(at); several of each, so that additions need not wait.
-template <class T, class First> T sum_each(int rows, int lanes, int64_t stride, First first) {
-    T sum = T(0);
+// each(at, left, part) adds to part[k] for the vector that begins `at` and has `left` lanes: sum[k] is increased by all of
+// them. There are several vectors of each sum, so that additions need not wait for each other.
+template <class T, int SUMS, class Each> void sum_each(int rows, int lanes, int64_t stride, T (&sum)[SUMS], Each each) {
+    constexpr int W = width<T>(), SEVERAL = REGISTERS / 8;
+    wide<T> part[SEVERAL][SUMS] = {};
     for (int m = 0; m < rows; ++m) {
         const int64_t begin = m * stride;
-#pragma omp simd reduction(+ : sum)
-        for (int lane = 0; lane < lanes; ++lane) sum += first(begin + lane);
+        int lane = 0;
+        for (; lane + SEVERAL * W <= lanes; lane += SEVERAL * W)
+            for (int v = 0; v < SEVERAL; ++v) each(begin + lane + v * W, W, part[v]);
+        for (; lane + W <= lanes; lane += W) each(begin + lane, W, part[0]);
+        if (lane < lanes) {
+            wide<T> last[SUMS] = {};
+            each(begin + lane, lanes - lane, last);
+            for (int k = 0; k < SUMS; ++k)
+                for (int i = 0; i < lanes - lane; ++i) sum[k] += last[k][i];
+        }
     }
-    return sum;
+    for (int k = 0; k < SUMS; ++k) {
+        for (int v = 1; v < SEVERAL; ++v) part[0][k] += part[v][k];
+        sum[k] += total<T>(part[0][k]);
+    }
 }
 
 // By the batch's statistics, saved in p[5], p[6] = mean, rstd [channels] for the backward pass; running statistics
@@ -330,13 +379,16 @@ template <class T> void run_BATCH_NORM(const Call<T>& c) {
         for (int k = 0; k < c.n[0]; ++k) {
             const T* x = c.p[0] + k * channel;
             if (c.half & SUMS_OF_BATCH) {  // `rstd` is the sum of squares until the last chunk
-                const T center = sum_each<T>(space, lanes, stride, [=](int64_t at) { return x[at]; }) / own;
-                const T squares = sum_each<T>(space, lanes, stride, [=](int64_t at) {
-                    return (x[at] - center) * (x[at] - center);
+                T sum[1] = {}, squares[1] = {};
+                sum_each<T>(space, lanes, stride, sum, [=](int64_t at, int, wide<T>* to) { to[0] += load(x + at); });
+                const T center = sum[0] / own;
+                sum_each<T>(space, lanes, stride, squares, [=](int64_t at, int, wide<T>* to) {
+                    const wide<T> away = load(x + at) - center;
+                    to[0] += away * away;
                 });
                 const T step = center - mean[k], share = own / (before + own);
                 mean[k] += step * share;
-                rstd[k] += squares + step * step * before * share;
+                rstd[k] += squares[0] + step * step * before * share;
                 if (c.chunk.last()) {
                     if (c.p[3]) c.p[3][k] += momentum * (mean[k] - c.p[3][k]);
                     if (c.p[4]) c.p[4][k] += momentum * (rstd[k] / (count - T(1)) - c.p[4][k]);
@@ -366,37 +418,17 @@ template <class T> void run_BATCH_NORM_BACKWARD(const Call<T>& c) {
             T &sum = c.p[5][2 * k], &product = c.p[5][2 * k + 1];
             const Scaled<T> norm = scaled(c.p[3][k], c.p[4][k], c.p[1], c.p[2], k);
             if (c.half & SUMS_OF_BATCH) {
-                T of_inner = T(0), of_product = T(0);
-                for (int m = 0; m < space; ++m) {
-                    const T *row = x + static_cast<int64_t>(m) * stride, *saved = y + static_cast<int64_t>(m) * stride;
-                    T* grad = g + static_cast<int64_t>(m) * stride;
-                    if (y) {
-#pragma omp simd reduction(+ : of_inner, of_product)
-                        for (int lane = 0; lane < lanes; ++lane) {
-                            const T inner = f.back(saved[lane], grad[lane]);
-                            grad[lane] = inner;
-                            of_inner += inner;
-                            of_product += inner * (row[lane] - norm.center);
-                        }
-                    } else if (leaves) {
-#pragma omp simd reduction(+ : of_inner, of_product)
-                        for (int lane = 0; lane < lanes; ++lane) {
-                            const T inner = f.back(norm.of(row[lane]), grad[lane]);
-                            grad[lane] = inner;
-                            of_inner += inner;
-                            of_product += inner * (row[lane] - norm.center);
-                        }
-                    } else {
-#pragma omp simd reduction(+ : of_inner, of_product)
-                        for (int lane = 0; lane < lanes; ++lane) {
-                            const T inner = f.back(norm.of(row[lane]), grad[lane]);
-                            of_inner += inner;
-                            of_product += inner * (row[lane] - norm.center);
-                        }
-                    }
-                }
-                sum += of_inner;
-                product += of_product * c.p[4][k];
+                T sums[2] = {};
+                sum_each<T>(space, lanes, stride, sums, [=](int64_t at, int left, wide<T>* to) {
+                    const wide<T> away = load(x + at) - norm.center;
+                    const wide<T> saved = y ? load(y + at) : away * norm.scale + norm.shift;
+                    const wide<T> inner = slope_of<T>(f, saved, load(g + at));
+                    if (leaves) store_lanes<T>(g + at, inner, left);
+                    to[0] += inner;
+                    to[1] += inner * away;
+                });
+                sum += sums[0];
+                product += sums[1] * c.p[4][k];
                 if (c.chunk.last()) {
                     if (c.p[9]) c.p[9][k] += product;
                     if (c.p[10]) c.p[10][k] += sum;
@@ -577,12 +609,10 @@ template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
                         if (f.function != IDENTITY || gamma) {
                             const wide<T> argument = normed * w + shift;
                             if (gamma) {
-                                wide<T> value = argument;
-                                if (f.function != IDENTITY) for (int i = 0; i < W; ++i) value[i] = f.of(argument[i]);
-                                of_gamma += inner * value;
+                                of_gamma += inner * value_of<T>(f, argument);
                                 inner *= factor;
                             }
-                            if (f.function != IDENTITY) for (int i = 0; i < W; ++i) inner[i] = f.back(argument[i], inner[i]);
+                            inner = slope_of<T>(f, argument, inner);
                         }
                         of_weight += inner * normed;
                         of_bias += inner;
@@ -750,6 +780,8 @@ template <class T> void run_MAX_POOL(const Call<T>& c) {
         for (int i = 0; i < w.out[0]; ++i)
             for (int j = 0; j < w.out[1]; ++j, y += stride, winners += winners ? stride : 0) {
                 bool begun = false;
+                ESPER_EACH_LANE y[lane] = -std::numeric_limits<T>::infinity();  // of a window without numbers
+                if (winners) std::fill_n(winners, lanes, T(-1));
                 for (int u = w.begin(0, i); u < w.end(0, i); u += w.dilation[0])
                     for (int v = w.begin(1, j); v < w.end(1, j); v += w.dilation[1]) {
                         const int at = u * w.size[1] + v;
@@ -820,7 +852,7 @@ template <class T> T share_of(const Call<T>& c, const Windows& w, int i, int j) 
         else
             count *= w.end(axis, index[axis]) - w.begin(axis, index[axis]);
     }
-    return T(1.0 / double(count));
+    return count > 0 ? T(1.0 / double(count)) : T(0);
 }
 
 // p = {x, y}

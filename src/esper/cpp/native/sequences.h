@@ -11,7 +11,7 @@
 
 // X(name, operands): see program.cpp.
 #define ESPER_SEQUENCES(X)                                                                                             \
-    X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")                \
+    X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")                \
     X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(DROP, "xlx")
 
 namespace esper {
@@ -73,27 +73,49 @@ struct Draw {
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
         return z ^ (z >> 31);
     }
+};
 
-    // The numbers of four elements of N examples, the first ones in the low bits. `first` is the element of the first
-    // example, counted from the beginning of the mask. They lie in two words unless a multiple of four comes first.
-    template <int N> void four(int64_t first, uint64_t* bits) const {
-        constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
-        if (each % 4 == 0 && first % 4 == 0) {
-            const uint64_t start = key + (first / 4 + 1) * GOLDEN, step = each / 4 * GOLDEN;
+// Reads a mask for N examples, four elements of each at a time.
+template <int N> struct Reader {
+    static constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+    uint64_t next[N], held[N], low[N];
+    int64_t least;
+    bool aligned;  // four elements are one word; else they are the end of one and the beginning of the next
+
+    // `first`: element of the first example at which the reader begins, counted from the beginning of the mask.
+    void begin(const Draw& draw, int64_t first) {
+        least = draw.limit * (int64_t(1) << 48);
+        aligned = draw.each % 4 == 0 && first % 4 == 0;
 #pragma omp simd
-            for (int l = 0; l < N; ++l) bits[l] = mixed(start + l * step);
+        for (int l = 0; l < N; ++l) {
+            const uint64_t element = first + l * draw.each;
+            low[l] = (element & 3) * 16;
+            next[l] = draw.key + ((element >> 2) + 1) * GOLDEN;
+            held[l] = Draw::mixed(next[l]);
+        }
+    }
+
+    // The numbers of four elements, the first ones in the low bits.
+    void four(uint64_t* bits) {
+        if (aligned) {
+#pragma omp simd
+            for (int l = 0; l < N; ++l) {
+                bits[l] = Draw::mixed(next[l]);
+                next[l] += GOLDEN;
+            }
             return;
         }
 #pragma omp simd
         for (int l = 0; l < N; ++l) {
-            const uint64_t element = first + l * each, z = key + ((element >> 2) + 1) * GOLDEN, low = (element & 3) * 16;
-            bits[l] = mixed(z) >> low | (mixed(z + GOLDEN) << 1) << (63 - low);
+            next[l] += GOLDEN;
+            const uint64_t word = Draw::mixed(next[l]);
+            bits[l] = held[l] >> low[l] | (word << 1) << (63 - low[l]);
+            held[l] = word;
         }
     }
 
-    // 1 for those of N examples whose element k of four is kept, else 0.
-    template <int N, class T> void kept(const uint64_t* bits, int k, T one, T* to) const {
-        const int64_t least = limit * (int64_t(1) << 48);
+    // `one` for those of N examples whose element k of four is kept, else 0.
+    template <class T> void kept(const uint64_t* bits, int k, T one, T* to) const {
         const int up = 48 - 16 * k;
 #pragma omp simd
         for (int l = 0; l < N; ++l) to[l] = int64_t(bits[l] << up) >= least ? one : T(0);
@@ -102,25 +124,33 @@ struct Draw {
 
 // n = {elements of a mask per example, rows of each}, number = {limit, factor of what is kept}. A backward pass as well.
 template <class T> void run_DROP(const Call<T>& c) {
+    constexpr int N = 16, READERS = 4;
     const int each = c.n[0], inner = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
     const Draw draw = {uint64_t(*c.template as<int64_t>(1)), each, int64_t(c.number[0])};
     const T factor = T(c.number[1]);
-    uint64_t bits[16];
-    T kept[16];
-    for (int e = 0; e < each; e += 4)
-        for (int at = 0; at < lanes; at += 16) {
-            draw.four<16>(int64_t(c.chunk.before + at) * each + e, bits);
-            for (int k = 0; k < std::min(4, each - e); ++k) {
-                draw.kept<16>(bits, k, factor, kept);
-                const int64_t begin = int64_t(e + k) * inner * stride + at;
-                for (int r = 0; r < inner; ++r) {  // what is beyond the lanes is zero and stays so
-                    const T* x = c.p[0] + begin + int64_t(r) * stride;
-                    T* y = c.p[2] + begin + int64_t(r) * stride;
+    Reader<N> readers[READERS];
+    uint64_t bits[N];
+    T kept[N];
+    for (int first = 0; first < lanes; first += N * READERS) {
+        const int last = std::min(first + N * READERS, stride);
+        for (int at = first; at < last; at += N)
+            readers[(at - first) / N].begin(draw, int64_t(c.chunk.before + at) * each);
+        for (int e = 0; e < each; e += 4)
+            for (int at = first; at < last; at += N) {
+                Reader<N>& reader = readers[(at - first) / N];
+                reader.four(bits);
+                for (int k = 0; k < std::min(4, each - e); ++k) {
+                    reader.kept(bits, k, factor, kept);
+                    const int64_t begin = int64_t(e + k) * inner * stride + at;
+                    for (int r = 0; r < inner; ++r) {  // what is beyond the lanes is zero and stays so
+                        const T* x = c.p[0] + begin + int64_t(r) * stride;
+                        T* y = c.p[2] + begin + int64_t(r) * stride;
 #pragma omp simd
-                    for (int l = 0; l < 16; ++l) y[l] = x[l] * kept[l];
+                        for (int l = 0; l < N; ++l) y[l] = x[l] * kept[l];
+                    }
                 }
             }
-        }
+    }
 }
 
 // -- attention --------------------------------------------------------------------------------------------------------
@@ -148,8 +178,48 @@ inline wide<double> exp_below(wide<double> x) {
     return x;
 }
 
-constexpr int TILE = 4, FEW_KEYS = 16;
+// Queries and keys that are treated together; their scores, and the vectors of `size` 16, fit the first level of cache.
+constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8;
 
+// Rows [heads][count][size] of one head and one vector of lanes. Where rows are longer than a vector they are copied next
+// to each other, because every second line of memory would use half of the cache.
+template <class T> struct Packing {
+    int size, stride;
+
+    bool is_packed() const { return stride == width<T>(); }
+
+    template <class U> U* of(U* x, int head, int count, int at) const {
+        return x + int64_t(head) * count * size * stride + at;
+    }
+
+    const T* scaled(const T* x, int head, int count, int at, T factor, T*& free) const {
+        x = of(x, head, count, at);
+        T* to = free;
+        for (int r = 0; r < count * size; ++r, free += width<T>(), x += stride) store<T>(free, load(x) * factor);
+        return to;
+    }
+
+    const T* in(const T* x, int head, int count, int at, T*& free) const {
+        return is_packed() ? of(x, head, count, at) : scaled(x, head, count, at, T(1), free);
+    }
+
+    // Where sums begin at zero.
+    T* out(T* x, int head, int count, int at, T*& free) const {
+        const int64_t numbers = int64_t(count) * size * width<T>();
+        T* to = is_packed() ? of(x, head, count, at) : free;
+        if (!is_packed()) free += numbers;
+        std::memset(to, 0, sizeof(T) * numbers);
+        return to;
+    }
+
+    void back(const T* from, T* x, int head, int count, int at, T factor = T(1)) const {
+        if (is_packed() && factor == T(1)) return;
+        x = of(x, head, count, at);
+        for (int r = 0; r < count * size; ++r, from += width<T>(), x += stride) store<T>(x, load(from) * factor);
+    }
+};
+
+// Tiles of Q queries; their scores are [key][query] in memory, the keys of a block.
 template <class T> struct Attention {
     int heads, queries, keys, size;  // `size`: numbers of a query, key or value
     bool causal;
@@ -162,103 +232,113 @@ template <class T> struct Attention {
     int stride, before;
 
     static constexpr int PART = 32;
+    using Scores = wide<T> (*)[TILE];
 
     // The last key that a query sees, and one more.
     int seen(int query) const { return causal ? std::min(keys, query + 1) : keys; }
 
-    int64_t row(int head, int count, int which) const { return (int64_t(head) * count + which) * size * stride; }
+    int64_t row(int which) const { return int64_t(which) * size * width<T>(); }
 
-    // Scores of Q queries and K keys.
-    template <int Q, int K>
-    void scores(const T* q, const T* k, int head, int query, int key, wide<T> (&s)[Q][K]) const {
-        products<Q, K>(q, k, s);
-        for (int i = 0; i < Q; ++i)
-            for (int j = 0; j < K; ++j) s[i][j] *= scale;
-        if (mask)
-            for (int i = 0; i < Q; ++i)
-                for (int j = 0; j < K; ++j) s[i][j] += mask[head * per_head + int64_t(query + i) * keys + key + j];
-        if (causal && key + K - 1 > query)
-            for (int i = 0; i < Q; ++i)
-                for (int j = 0; j < K; ++j)
-                    if (key + j > query + i) s[i][j] = wide<T>{} - std::numeric_limits<T>::infinity();
+    // p[j][i] = inner product of a[i] and b[j], vectors of `size` rows.
+    template <int Q> void products(const T* a, const T* b, int count, Scores p) const {
+        int j = 0;
+        for (; j + TILE <= count; j += TILE) products<Q, TILE>(a, b + row(j), p + j);
+        for (; j < count; ++j) products<Q, 1>(a, b + row(j), p + j);
     }
 
-    // Inner products of Q and K vectors of `size` rows.
-    template <int Q, int K> void products(const T* a, const T* b, wide<T> (&s)[Q][K]) const {
+    template <int Q, int K> void products(const T* a, const T* b, Scores p) const {
         wide<T> sum[Q][K] = {};
-        const int64_t row = int64_t(size) * stride;
-        for (int d = 0; d < size; ++d, a += stride, b += stride) {
+        for (int d = 0; d < size; ++d, a += width<T>(), b += width<T>()) {
             wide<T> first[Q];
-            for (int i = 0; i < Q; ++i) first[i] = load(a + i * row);
+            for (int i = 0; i < Q; ++i) first[i] = load(a + i * row(1));
             for (int j = 0; j < K; ++j) {
-                const wide<T> second = load(b + j * row);
+                const wide<T> second = load(b + j * row(1));
                 for (int i = 0; i < Q; ++i) sum[i][j] += first[i] * second;
             }
         }
-        for (int i = 0; i < Q; ++i)
-            for (int j = 0; j < K; ++j) s[i][j] = sum[i][j];
+        for (int j = 0; j < K; ++j)
+            for (int i = 0; i < Q; ++i) p[j][i] = sum[i][j];
     }
 
-    // y[i] = factor[i] y[i] + sum_j p[j][i] v[j], rows D at a time; `p` [count][TILE].
-    template <int Q, int D>
-    void mix(const wide<T> (*p)[TILE], int count, const T* v, const wide<T>* factors, T* y) const {
-        const int64_t row = int64_t(size) * stride;
+    // Adds the mask, and hides later keys.
+    template <int Q> void hide(int head, int query, int key, int count, Scores p) const {
+        for (int j = 0; mask && j < count; ++j)
+            for (int i = 0; i < Q; ++i) p[j][i] += mask[head * per_head + int64_t(query + i) * keys + key + j];
+        for (int j = 0; causal && j < count; ++j)
+            for (int i = 0; i < Q; ++i)
+                if (key + j > query + i) p[j][i] = wide<T>{} - std::numeric_limits<T>::infinity();
+    }
+
+    template <int Q> void scores(const T* q, const T* k, int head, int query, int key, int count, Scores p) const {
+        products<Q>(q, k, count, p);
+        if (mask || (causal && key + count - 1 > query)) hide<Q>(head, query, key, count, p);
+    }
+
+    // y[i] = factor[i] y[i] + sum_j p[j][i] v[j]
+    template <int Q> void mix(Scores p, int count, const T* v, const wide<T>* factors, T* y) const {
+        int d = 0;
+        for (; d + TILE <= size; d += TILE) mix<Q, TILE>(p, count, v + d * width<T>(), factors, y + d * width<T>());
+        for (; d < size; ++d) mix<Q, 1>(p, count, v + d * width<T>(), factors, y + d * width<T>());
+    }
+
+    template <int Q, int D> void mix(Scores p, int count, const T* v, const wide<T>* factors, T* y) const {
         wide<T> sum[Q][D];
         for (int i = 0; i < Q; ++i)
             for (int d = 0; d < D; ++d) {
-                sum[i][d] = load(y + i * row + d * stride);
+                sum[i][d] = load(y + i * row(1) + d * width<T>());
                 if (factors) sum[i][d] *= factors[i];
             }
-        for (int j = 0; j < count; ++j, v += row) {
+        for (int j = 0; j < count; ++j, v += row(1)) {
             wide<T> value[D];
-            for (int d = 0; d < D; ++d) value[d] = load(v + d * stride);
+            for (int d = 0; d < D; ++d) value[d] = load(v + d * width<T>());
             for (int i = 0; i < Q; ++i) {
                 const wide<T> weight = p[j][i];
                 for (int d = 0; d < D; ++d) sum[i][d] += weight * value[d];
             }
         }
         for (int i = 0; i < Q; ++i)
-            for (int d = 0; d < D; ++d) store<T>(y + i * row + d * stride, sum[i][d]);
-    }
-
-    template <int Q> void mix_all(const wide<T> (*p)[TILE], int count, const T* v, const wide<T>* factors, T* y) const {
-        int d = 0;
-        for (; d + TILE <= size; d += TILE) mix<Q, TILE>(p, count, v + d * stride, factors, y + d * stride);
-        for (; d < size; ++d) mix<Q, 1>(p, count, v + d * stride, factors, y + d * stride);
+            for (int d = 0; d < D; ++d) store<T>(y + i * row(1) + d * width<T>(), sum[i][d]);
     }
 
     // y[j] += sum_i p[j][i] x[i]
-    template <int Q, int K> void scatter(const wide<T> (*p)[TILE], const T* x, T* y) const {
-        const int64_t row = int64_t(size) * stride;
+    template <int Q> void scatter(Scores p, int count, const T* x, T* y) const {
+        int j = 0;
+        for (; j + TILE <= count; j += TILE) scatter<Q, TILE>(p + j, x, y + row(j));
+        for (; j < count; ++j) scatter<Q, 1>(p + j, x, y + row(j));
+    }
+
+    template <int Q, int K> void scatter(Scores p, const T* x, T* y) const {
         wide<T> weight[K][Q];
         for (int j = 0; j < K; ++j)
             for (int i = 0; i < Q; ++i) weight[j][i] = p[j][i];
-        for (int d = 0; d < size; ++d, x += stride, y += stride) {
+        for (int d = 0; d < size; ++d, x += width<T>(), y += width<T>()) {
             wide<T> value[Q];
-            for (int i = 0; i < Q; ++i) value[i] = load(x + i * row);
+            for (int i = 0; i < Q; ++i) value[i] = load(x + i * row(1));
             for (int j = 0; j < K; ++j) {
-                wide<T> sum = load(y + j * row);
+                wide<T> sum = load(y + j * row(1));
                 for (int i = 0; i < Q; ++i) sum += weight[j][i] * value[i];
-                store<T>(y + j * row, sum);
+                store<T>(y + j * row(1), sum);
             }
         }
     }
 
-    // Multiplies weights `p` [count][TILE] of Q queries by the mask of dropout. A mask is [example][head][query of the
-    // part][key up to the end of the part].
-    template <int Q> void drop(int head, int query, int key, int count, int at, wide<T> one, wide<T> (*p)[TILE]) const {
+    // Multiplies weights by the mask of dropout times `one`. A mask is [example][head][query of the part][key up to the
+    // end of the part].
+    template <int Q> void drop(int head, int query, int key, int count, int at, T one, Scores p) const {
         constexpr int N = width<T>();
         const int first = query / PART * PART, end = std::min(first + PART, queries);
         const int64_t each = int64_t(heads) * (end - first) * end;
         const Draw part = {uint64_t(draw[query / PART]), each, limit};
+        Reader<N> reader;
         uint64_t bits[N];
         T kept[N];
         for (int i = 0; i < Q; ++i) {
             const int64_t begin = (before + at) * each + (int64_t(head) * (end - first) + query + i - first) * end + key;
+            reader.begin(part, begin);
             for (int j = 0; j < count; j += 4) {
-                part.four<N>(begin + j, bits);
+                reader.four(bits);
                 for (int k = 0; k < std::min(4, count - j); ++k) {
-                    part.kept<N>(bits, k, one[0], kept);
+                    reader.kept(bits, k, one, kept);
                     p[j + k][i] *= load(kept);
                 }
             }
@@ -269,142 +349,123 @@ template <class T> struct Attention {
     template <int Q>
     void forward(const T* q, const T* k, const T* v, int head, int query, int begin, int end, int at, wide<T>* top,
                  wide<T>* sum, T* y) const {
-        wide<T> p[FEW_KEYS][TILE], best[Q], factors[Q];
-        for (int i = 0; i < Q; ++i) best[i] = top[i];
-        end = std::min(end, seen(query + Q - 1));
-        const int count = end - begin;
-        const auto tile = [&](auto some, int j) {
-            constexpr int K = decltype(some)::value;
-            wide<T> s[Q][K];
-            scores<Q, K>(q, k + row(0, 0, j), head, query, begin + j, s);
-            for (int i = 0; i < Q; ++i)
-                for (int m = 0; m < K; ++m) {
-                    best[i] = s[i][m] > best[i] ? s[i][m] : best[i];
-                    p[j + m][i] = s[i][m];
-                }
-        };
-        int j = 0;
-        for (; j + TILE <= count; j += TILE) tile(std::integral_constant<int, TILE>{}, j);
-        for (; j < count; ++j) tile(std::integral_constant<int, 1>{}, j);
+        wide<T> p[KEYS_FORWARD][TILE], base[Q], factors[Q], more[Q];
+        const int count = std::min(end, seen(query + Q - 1)) - begin;
+        scores<Q>(q, k, head, query, begin, count, p);
+        for (int i = 0; i < Q; ++i) base[i] = top[i];
+        for (int j = 0; j < count; ++j)
+            for (int i = 0; i < Q; ++i) base[i] = p[j][i] > base[i] ? p[j][i] : base[i];
         for (int i = 0; i < Q; ++i) {
+            const wide<T> before = top[i];
+            top[i] = base[i];
             // no key so far: any finite number will do
-            const wide<T> base = best[i] == -std::numeric_limits<T>::infinity() ? wide<T>{} : best[i];
-            factors[i] = exp_below(top[i] - base);
-            top[i] = best[i];
-            wide<T> more = sum[i] * factors[i];
-            for (j = 0; j < count; ++j) more += p[j][i] = exp_below(p[j][i] - base);
-            sum[i] = more;
+            base[i] = base[i] == -std::numeric_limits<T>::infinity() ? wide<T>{} : base[i];
+            factors[i] = exp_below(before - base[i]);
+            more[i] = sum[i] * factors[i];
         }
-        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + T(1), p);
-        mix_all<Q>(p, count, v, factors, y);
+        for (int j = 0; j < count; ++j)
+            for (int i = 0; i < Q; ++i) more[i] += p[j][i] = exp_below(p[j][i] - base[i]);
+        for (int i = 0; i < Q; ++i) sum[i] = more[i];
+        if (draw) drop<Q>(head, query, begin, count, at, T(1), p);
+        mix<Q>(p, count, v, factors, y);
     }
 
     // `stats` (null: not kept) [2][heads][queries]: the largest score, and 1 / the sum of exp(score - largest).
-    void run(const T* q, const T* k, const T* v, T* y, T* stats, int lanes) const {
-        constexpr int BLOCK = 16;
-        std::memset(y, 0, sizeof(T) * row(heads, queries, 0));
-        for (int at = 0; at < stride; at += width<T>())
-            for (int head = 0; head < heads; ++head)
+    void run(const T* q, const T* k, const T* v, T* y, T* stats, T* scratch, int lanes) const {
+        const Packing<T> pack = {size, stride};
+        for (int head = 0; head < heads; ++head)
+            for (int at = 0; at < stride; at += width<T>()) {
+                T* free = scratch;
+                const T *own_q = pack.scaled(q, head, queries, at, scale, free), *own_k = pack.in(k, head, keys, at, free);
+                const T* own_v = pack.in(v, head, keys, at, free);
+                T* own_y = pack.out(y, head, queries, at, free);
                 for (int first = 0; first < queries; first += BLOCK) {
                     const int last = std::min(first + BLOCK, queries);
                     wide<T> top[BLOCK], sum[BLOCK] = {};
                     for (auto& x : top) x = wide<T>{} - std::numeric_limits<T>::infinity();
-                    for (int begin = 0; begin < seen(last - 1); begin += FEW_KEYS) {
-                        const int end = std::min(begin + FEW_KEYS, keys);
-                        const T *key = k + row(head, keys, begin) + at, *value = v + row(head, keys, begin) + at;
-                        for (int t = first; t < last;) {
-                            const int count = t + TILE <= last ? TILE : 1, i = t - first;
-                            const int64_t here = row(head, queries, t) + at;
-                            if (begin < seen(t + count - 1)) {
-                                if (count == TILE)
-                                    forward<TILE>(q + here, key, value, head, t, begin, end, at, top + i, sum + i, y + here);
-                                else
-                                    forward<1>(q + here, key, value, head, t, begin, end, at, top + i, sum + i, y + here);
-                            }
-                            t += count;
-                        }
+                    for (int begin = 0; begin < seen(last - 1); begin += KEYS_FORWARD) {
+                        const int end = std::min(begin + KEYS_FORWARD, keys);
+                        const T *key = own_k + row(begin), *value = own_v + row(begin);
+                        each_tile(first, last, [&](auto some, int t) {
+                            constexpr int Q = decltype(some)::value;
+                            if (begin < seen(t + Q - 1))
+                                forward<Q>(own_q + row(t), key, value, head, t, begin, end, at, top + t - first,
+                                           sum + t - first, own_y + row(t));
+                        });
                     }
                     for (int t = first; t < last; ++t) {
                         const wide<T> inverse = T(1) / sum[t - first], scaled = inverse * factor;
-                        T* out = y + row(head, queries, t) + at;
-                        for (int d = 0; d < size; ++d, out += stride) store<T>(out, load(out) * scaled);
+                        T* out = own_y + row(t);
+                        for (int d = 0; d < size; ++d, out += width<T>()) store<T>(out, load(out) * scaled);
                         if (!stats) continue;
                         T* to = stats + (int64_t(head) * queries + t) * stride + at;
                         store_lanes<T>(to, top[t - first], lanes - at);
                         store_lanes<T>(to + int64_t(heads) * queries * stride, inverse, lanes - at);
                     }
                 }
+                pack.back(own_y, y, head, queries, at);
+            }
+    }
+
+    // Calls f with tiles of queries from `first` to `last`.
+    template <class F> static void each_tile(int first, int last, F f) {
+        for (; first + TILE <= last; first += TILE) f(std::integral_constant<int, TILE>{}, first);
+        for (; first < last; ++first) f(std::integral_constant<int, 1>{}, first);
     }
 
     // Q queries and `count` keys. `delta` [Q]: inner product of the output and its gradient.
     template <int Q>
     void backward(const T* q, const T* k, const T* v, const T* g, int head, int query, int begin, int end, int at,
                   const T* stats, const T* delta, T* grad_q, T* grad_k, T* grad_v) const {
-        wide<T> p[FEW_KEYS][TILE], of_score[FEW_KEYS][TILE], top[Q], inverse[Q], inner[Q];
+        wide<T> p[KEYS_BACKWARD][TILE], of_score[KEYS_BACKWARD][TILE], top[Q], inverse[Q], inner[Q];
         const int count = std::min(end, seen(query + Q - 1)) - begin;
+        scores<Q>(q, k, head, query, begin, count, p);
+        products<Q>(g, v, count, of_score);
+        if (draw) drop<Q>(head, query, begin, count, at, factor, of_score);
         for (int i = 0; i < Q; ++i) {
             const T* own = stats + (int64_t(head) * queries + query + i) * stride + at;
             top[i] = load(own), inverse[i] = load(own + int64_t(heads) * queries * stride);
             inner[i] = load(delta + i * width<T>());
         }
-        const auto tile = [&](auto some, int j) {
-            constexpr int K = decltype(some)::value;
-            wide<T> s[Q][K];
-            scores<Q, K>(q, k + row(0, 0, j), head, query, begin + j, s);
-            for (int i = 0; i < Q; ++i)
-                for (int m = 0; m < K; ++m) p[j + m][i] = exp_below(s[i][m] - top[i]) * inverse[i];
-            products<Q, K>(g, v + row(0, 0, j), s);
-            for (int i = 0; i < Q; ++i)
-                for (int m = 0; m < K; ++m) of_score[j + m][i] = s[i][m];
-        };
-        int j = 0;
-        for (; j + TILE <= count; j += TILE) tile(std::integral_constant<int, TILE>{}, j);
-        for (; j < count; ++j) tile(std::integral_constant<int, 1>{}, j);
-        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + factor, of_score);
-        for (j = 0; j < count; ++j)
-            for (int i = 0; i < Q; ++i) of_score[j][i] = p[j][i] * (of_score[j][i] - inner[i]) * scale;
-        if (draw) drop<Q>(head, query, begin, count, at, wide<T>{} + factor, p);
-        mix_all<Q>(of_score, count, k, nullptr, grad_q);
-        for (j = 0; j + TILE <= count; j += TILE) {
-            scatter<Q, TILE>(of_score + j, q, grad_k + row(0, 0, j));
-            scatter<Q, TILE>(p + j, g, grad_v + row(0, 0, j));
-        }
-        for (; j < count; ++j) {
-            scatter<Q, 1>(of_score + j, q, grad_k + row(0, 0, j));
-            scatter<Q, 1>(p + j, g, grad_v + row(0, 0, j));
-        }
+        for (int j = 0; j < count; ++j)
+            for (int i = 0; i < Q; ++i) {
+                p[j][i] = exp_below(p[j][i] - top[i]) * inverse[i];
+                of_score[j][i] = p[j][i] * (of_score[j][i] - inner[i]);
+            }
+        mix<Q>(of_score, count, k, nullptr, grad_q);
+        scatter<Q>(of_score, count, q, grad_k);
+        if (draw) drop<Q>(head, query, begin, count, at, factor, p);
+        scatter<Q>(p, count, g, grad_v);
     }
 
-    // `delta` [queries][width]: scratch.
     void run_backward(const T* q, const T* k, const T* v, const T* y, const T* g, const T* stats, T* grad_q, T* grad_k,
-                      T* grad_v, T* delta) const {
-        std::memset(grad_q, 0, sizeof(T) * row(heads, queries, 0));
-        std::memset(grad_k, 0, sizeof(T) * row(heads, keys, 0));
-        std::memset(grad_v, 0, sizeof(T) * row(heads, keys, 0));
-        for (int at = 0; at < stride; at += width<T>())
-            for (int head = 0; head < heads; ++head) {
+                      T* grad_v, T* scratch) const {
+        const Packing<T> pack = {size, stride};
+        for (int head = 0; head < heads; ++head)
+            for (int at = 0; at < stride; at += width<T>()) {
+                T *delta = scratch, *free = scratch + int64_t(queries) * width<T>();
+                const T *own_q = pack.scaled(q, head, queries, at, scale, free), *own_k = pack.in(k, head, keys, at, free);
+                const T *own_v = pack.in(v, head, keys, at, free), *own_g = pack.in(g, head, queries, at, free);
+                T *to_q = pack.out(grad_q, head, queries, at, free), *to_k = pack.out(grad_k, head, keys, at, free);
+                T* to_v = pack.out(grad_v, head, keys, at, free);
+                const T* out = y + int64_t(head) * queries * size * stride + at;
                 for (int t = 0; t < queries; ++t) {
-                    const T *out = y + row(head, queries, t) + at, *grad = g + row(head, queries, t) + at;
                     wide<T> sum = {};
-                    for (int d = 0; d < size; ++d) sum += load(out + d * stride) * load(grad + d * stride);
+                    for (int d = 0; d < size; ++d, out += stride) sum += load(out) * load(own_g + row(t) + d * width<T>());
                     store<T>(delta + t * width<T>(), sum);
                 }
-                for (int begin = 0; begin < keys; begin += FEW_KEYS) {
-                    const int end = std::min(begin + FEW_KEYS, keys);
-                    const int64_t key = row(head, keys, begin) + at;
-                    for (int t = causal ? begin : 0; t < queries;) {
-                        const int count = t + TILE <= queries ? TILE : 1;
-                        const int64_t here = row(head, queries, t) + at;
-                        const auto call = [&](auto some) {
-                            backward<decltype(some)::value>(q + here, k + key, v + key, g + here, head, t, begin, end, at,
-                                                            stats, delta + t * width<T>(), grad_q + here, grad_k + key,
-                                                            grad_v + key);
-                        };
-                        if (count == TILE) call(std::integral_constant<int, TILE>{});
-                        else call(std::integral_constant<int, 1>{});
-                        t += count;
-                    }
+                for (int begin = 0; begin < keys; begin += KEYS_BACKWARD) {
+                    const int end = std::min(begin + KEYS_BACKWARD, keys);
+                    each_tile(causal ? std::min(begin, queries) : 0, queries, [&](auto some, int t) {
+                        constexpr int Q = decltype(some)::value;
+                        backward<Q>(own_q + row(t), own_k + row(begin), own_v + row(begin), own_g + row(t), head, t, begin,
+                                    end, at, stats, delta + t * width<T>(), to_q + row(t), to_k + row(begin),
+                                    to_v + row(begin));
+                    });
                 }
+                pack.back(to_q, grad_q, head, queries, at, scale);
+                pack.back(to_k, grad_k, head, keys, at);
+                pack.back(to_v, grad_v, head, keys, at);
             }
     }
 };
@@ -418,7 +479,8 @@ template <class T> Attention<T> attention_of(const Call<T>& c, const T* mask, co
 }
 
 template <class T> void run_ATTEND(const Call<T>& c) {
-    attention_of<T>(c, c.p[3], c.template as<int64_t>(4)).run(c.p[0], c.p[1], c.p[2], c.p[5], c.p[6], c.chunk.lanes);
+    attention_of<T>(c, c.p[3], c.template as<int64_t>(4)).run(c.p[0], c.p[1], c.p[2], c.p[5], c.p[6], c.p[7],
+                                                               c.chunk.lanes);
 }
 
 template <class T> void run_ATTEND_BACKWARD(const Call<T>& c) {

@@ -131,15 +131,14 @@ def prefers_fused(data: HostData) -> bool:
 
 
 def native_problem(data: HostData) -> str | None:
-    """Why hosts cannot run natively, and the way out; None if nothing is known against it."""
-    device, dtype, (x, _) = data.population.device, data.scaler.dtype, examples(data.dataset, 1)
-    out = "use executor 'fused' or 'streamed'"
+    """Why hosts cannot run natively, and the way out; None if nothing is known against it before they are traced."""
+    device, dtype, out = data.population.device, data.scaler.dtype, "use executor 'fused' or 'streamed'"
     if device.type != "cpu":
         return f"the device is {device}, and compiled C++ runs on a CPU; {out}"
     if dtype is not None:
         return f"hosts are trained in {dtype}, and compiled C++ computes in float32; set amp to 'off', or {out}"
-    if not x.is_floating_point() and x.dtype not in (torch.int64, torch.int32, torch.uint8):
-        return f"inputs are {x.dtype}, and compiled C++ reads float32; {out}"
+    if data.population.host_kind.template.global_rng:
+        return f"the host draws from the global random generators, which compiled C++ has not; {out}"
     return None
 
 

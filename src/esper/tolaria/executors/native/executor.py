@@ -22,12 +22,11 @@ from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.losses import PADDING, Classification
+from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
-    LOSSES,
     Networks,
     Space,
     population_spaces,
@@ -73,10 +72,10 @@ class NativeExecutor(NetworkExecutor):
 
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
-        for split in ("train", "val"):
-            self._check_labels(split)
         example, _ = examples(data.dataset, 2)
         self._networks = Networks(self.population, example, data.objective)
+        for split in ("train", "val"):
+            self._check_labels(split)
         self.refused = self._networks.refused
         self._machine = Machine(threads=threads)
         self._decay = data.decay_mask.to(torch.float32)
@@ -100,15 +99,13 @@ class NativeExecutor(NetworkExecutor):
         return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
     def _check_labels(self, split: SplitName) -> None:
-        objective = self.data.objective
-        if not isinstance(objective, LOSSES):
+        if not self._networks.computes_loss:
             return
-        lowest, highest = self.data.label_range(split)
-        classes = objective.num_classes if isinstance(objective, Classification) else objective.vocabulary
+        (lowest, highest), classes = self.data.label_range(split), self._networks.outputs[-1]
         if lowest < PADDING or highest >= classes:
             raise DataError(
-                f"the {split} split has labels from {lowest} to {highest}, but the objective knows the classes 0 to "
-                f"{classes - 1}; correct the data set, or the number of classes of the task."
+                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
             )
 
     def _split_hosts(self, codes: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +139,7 @@ class NativeExecutor(NetworkExecutor):
         if keys is not None:
             spaces.rows(Space.KEYS, keys, hosts=ours)
         each = 0 if keys is None else keys.shape[1] // len(batches)
-        if stored is None or not isinstance(data.objective, LOSSES):
+        if stored is None or not self._networks.computes_loss:
             self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each)
         else:
             chosen = torch.from_numpy(ours)
@@ -203,7 +200,7 @@ class NativeExecutor(NetworkExecutor):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
-            if isinstance(objective, LOSSES):
+            if self._networks.computes_loss:
                 y = y.long()
                 spaces.rows(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
@@ -250,7 +247,7 @@ class NativeExecutor(NetworkExecutor):
         totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
         stored = self._as_stored(batches)
-        if stored is None or not isinstance(self.data.objective, LOSSES):
+        if stored is None or not self._networks.computes_loss:
             self._measure_batches(batches, work, spaces, totals, ours)
         else:
             own, labels, order = torch.from_numpy(ours), stored.y, None
@@ -284,7 +281,7 @@ class NativeExecutor(NetworkExecutor):
             else:
                 spaces.share(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
-            if isinstance(objective, LOSSES):
+            if self._networks.computes_loss:
                 y = y.long().contiguous()
                 if each:
                     spaces.rows(Space.LABELS, y)

@@ -178,7 +178,8 @@ def power(low: Lowering, x: Any, exponent: float) -> Value:
         return activate(low, x, known[float(exponent)])
     if exponent == 4:
         return power(low, power(low, x, 2), 2)
-    return activate(low, x, Function.POWER, float(exponent))
+    sign = math.nan if exponent % 1 else -1.0 if exponent % 2 else 1.0
+    return activate(low, x, Function.POWER, float(exponent), sign)
 
 
 @rule("pow.Scalar")

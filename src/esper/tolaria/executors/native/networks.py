@@ -27,11 +27,11 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Algorithm, HostFamily
 from esper.leyline.objective import Objective
 from esper.tasks.losses import Classification, NextToken
-from esper.tolaria.executors.native.compare import both_graphs, disagreement
+from esper.tolaria.executors.native.compare import disagreement
 from esper.tolaria.executors.native.lowering import Constants, Lowering, State, Value, Weight, run_graph
 from esper.tolaria.executors.native.machine import Spaces, cached_library
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Program, Rows
-from esper.tolaria.executors.native.trace import NoRuleError
+from esper.tolaria.executors.native.trace import NoRuleError, trace
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.training import TrainedRows, trained_mask
 
@@ -53,8 +53,6 @@ SlotSpace = IntEnum(
 """Spaces of each slot, after those of `Space`."""
 _BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
 """As in tensors.h."""
-LOSSES: Final = (Classification, NextToken)
-"""Objectives that the kernels compute."""
 
 
 def num_spaces(num_slots: int) -> int:
@@ -93,14 +91,22 @@ def graphs_of(kind: Kind, x: Tensor, *, lines: bool = False) -> Graphs:
     """
     template = kind.new_template()
     try:
-        graphs = both_graphs(kind.new_template(), x, lines=lines)
-        if reason := disagreement(template, x, graphs=graphs):
-            raise NoRuleError(reason)
+        training = trace(kind.new_template(), x, training=True, lines=lines)
+        graphs = training, training  # most seeds do the same in evaluation; the comparison shows it
+        if _depends_on_mode(training) or disagreement(template, x, graphs=graphs):
+            graphs = training, trace(kind.new_template(), x, training=False, lines=lines)
+            if reason := disagreement(template, x, graphs=graphs):
+                raise NoRuleError(reason)
     except NoRuleError:
         if lines:
             raise
         return graphs_of(kind, x, lines=True)
     return Graphs(*graphs, template.parameters, template.buffers)
+
+
+def _depends_on_mode(graph: fx.Graph) -> bool:
+    """Whether a graph has an operation that does something else in evaluation."""
+    return any(any(name in str(node.target) for name in ("batch_norm", "instance_norm", "drop")) for node in graph.nodes)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,7 @@ class Networks:
 
     Attributes:
         refused: each blueprint without a rule in some slot, and the reason. constants: numbers that all hosts share.
+        outputs: shape of those of one example. computes_loss: whether programs compute the loss; else PyTorch does.
 
     Raises:
         ConfigError: the host has no rule.
@@ -178,7 +185,8 @@ class Networks:
         p = self._population = population
         self._points, self._inputs = p.points, tuple(example.shape[1:])
         self.outputs = tuple(outputs_of_host(p.host_kind, example).shape[1:])
-        self._losses = isinstance(objective, LOSSES)
+        positions = {Classification: 0, NextToken: 1}.get(type(objective))
+        self.computes_loss = positions is not None and len(self.outputs) == positions + 1
         self._smoothing = getattr(objective, "label_smoothing", 0.0)
         self._optimizer: OptimizerSpec = p.optimizer_spec
         self.constants = Constants(Space.CONSTANTS)
@@ -202,7 +210,11 @@ class Networks:
                     try:
                         self._seeds[point.slot_id, index] = _known(kind, h)
                     except NoRuleError as error:
-                        self.refused[kind.name] = str(error)
+                        self.refused[kind.name], template = str(error), kind.template
+                        nothing = fx.Graph()  # PyTorch runs it; its optimizer step is a program
+                        self._seeds[point.slot_id, index] = Graphs(
+                            nothing, nothing, template.parameters, template.buffers
+                        )
         refused = [i for _, i in p.seed_kinds if registry.blueprint_at(i, p.family).name in self.refused]
         self._runnable = [_NOTHING, *(i for _, i in p.seed_kinds if i not in refused)]
         self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
@@ -222,7 +234,7 @@ class Networks:
         low, seeds = self._lowering(trainable=True), self._active(code)
         self._clear(low, seeds)
         (outputs,) = self._forward(low, seeds, [frozenset(seeds)])
-        if self._losses:
+        if self.computes_loss:
             grad = low.rows(outputs.size) if outputs.needs else None
             self._loss(low, outputs, 0, grad)
         else:
@@ -254,7 +266,7 @@ class Networks:
         outputs = self._forward(low, seeds, states)
         state_of = {id(value): k for k, value in enumerate(dict.fromkeys(outputs))}
         for k, value in enumerate(dict.fromkeys(outputs)):
-            if self._losses:
+            if self.computes_loss:
                 self._loss(low, value, k, None)
             else:
                 place = Place(Space.OUTPUTS, k * value.size, value.size)
@@ -277,7 +289,7 @@ class Networks:
         *positions, classes = logits.features
         count = int(np.prod(positions))
         operands = logits.rows, Place(Space.LABELS, 0, count), Place(Space.TOTALS, 3 * state, 3), grad
-        low.emit(Operation.CROSS_ENTROPY, *operands, low.rows(3), sizes=(classes, count), numbers=(self._smoothing,))
+        low.emit(Operation.CROSS_ENTROPY, *operands, low.rows(3), sizes=(classes, count), numbers=(self._smoothing if low.trainable else 0.0,))
 
     def _clear(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
         for space, count in self._rows(seeds):

@@ -78,13 +78,17 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Tensor | None, causal: 
     y, sizes = low.like(q), (heads, queries, keys, size)
     trains = low.trains(q, k, v)
     stats = low.rows(2 * heads * queries) if trains else None
+    # rows of q, k, v, y; or of q, k, v, g and three gradients, and a number for each query
+    packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
+    scratch = low.a.scratch(packed * _WIDEST)
     options = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
-    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, **options)  # type: ignore[arg-type]
+    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch,
+             **options)  # type: ignore[arg-type]
 
     def backward(g: Rows) -> None:
         grads = [low.rows(x.size) for x in (q, k, v)]
         low.emit(Operation.ATTEND_BACKWARD, q.rows, k.rows, v.rows, y.rows, g, stats, place, masks, *grads,
-                 low.a.scratch(queries * _WIDEST), **options)  # type: ignore[arg-type]  # fmt: skip
+                 scratch, **options)  # type: ignore[arg-type]  # fmt: skip
         for x, grad in zip((q, k, v), grads, strict=True):
             low.give(x, grad)
 

@@ -18,7 +18,7 @@
 
 namespace esper {
 
-// -- functions of floats: no calls, no branches, accurate to a few units in the last place -----------------------------
+// -- functions of floats: no calls, no branches, accurate to a few units in the last place ---------------------------
 
 // Polynomial of Cephes.
 inline float log_of(float x) {
@@ -128,8 +128,8 @@ template <class T> inline T softplus_of(T x) {
 
 // -- activation functions ---------------------------------------------------------------------------------------------
 
-// X(name, f(x), f' g), with the numbers a, b and c. `s` is what the backward pass keeps: x, or f(x) where layers.py says
-// so. The first five can be part of a normalization. Comparisons are those of PyTorch, also at corners and NaN.
+// X(name, f(x), f' g), with the numbers a, b and c. `s` is what the backward pass keeps: x, or f(x) where layers.py
+// says so. The first five can be part of a normalization. Comparisons are those of PyTorch, also at corners and NaN.
 #define ESPER_FUNCTIONS(X)                                                                                             \
     X(IDENTITY, x, g)                                                                                                  \
     X(RELU, x <= T(0) ? T(0) : x, s <= T(0) ? T(0) : g)                                                                \
@@ -342,8 +342,8 @@ void normalize(int64_t rows, Scaled<T> norm, F f, const T* x, const T* other, T*
     }
 }
 
-// each(at, left, part) adds to part[k] for the vector that begins `at` and has `left` lanes: sum[k] is increased by all of
-// them. There are several vectors of each sum, so that additions need not wait for each other.
+// each(at, left, part) adds to part[k] for the vector that begins `at` and has `left` lanes: sum[k] is increased by all
+// of them. There are several vectors of each sum, so that additions need not wait for each other.
 template <class T, int SUMS, class Each> void sum_each(int rows, int lanes, int64_t stride, T (&sum)[SUMS], Each each) {
     constexpr int W = width<T>(), SEVERAL = REGISTERS / 8;
     wide<T> part[SEVERAL][SUMS] = {};
@@ -396,14 +396,14 @@ template <class T> void run_BATCH_NORM(const Call<T>& c) {
                 }
             }
             if (c.half & FEATURES)
-                normalize(space, scaled(mean[k], rstd[k], c.p[1], c.p[2], k), f, x, c.p[8] ? c.p[8] + k * channel : nullptr,
-                          c.p[7] + k * channel, lanes, stride);
+                normalize(space, scaled(mean[k], rstd[k], c.p[1], c.p[2], k), f, x,
+                          c.p[8] ? c.p[8] + k * channel : nullptr, c.p[7] + k * channel, lanes, stride);
         }
     });
 }
 
-// p = {x, weight, bias, mean, rstd, sums [2][channels], g, y, gradient of x, of weight, of bias}. With an `other`, `y` is
-// given, and what passed the activation function is left in `g`: it is the gradient of `other`. Without it, the
+// p = {x, weight, bias, mean, rstd, sums [channels][2], g, y, gradient of x, of weight, of bias}. With an `other`, `y`
+// is given, and what passed the activation function is left in `g`: it is the gradient of `other`. Without it, the
 // function's argument is computed again from x. The gradient of x may overwrite `g`.
 template <class T> void run_BATCH_NORM_BACKWARD(const Call<T>& c) {
     int space = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
@@ -567,7 +567,8 @@ template <class T> void run_GROUP_NORM(const Call<T>& c) {
             moment(moments<T, 1>, 1);
             for (int j = 0; j < n.channels; ++j) {
                 const int of = n.own_weights ? k * n.channels + j : j;
-                const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+                const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
+                const T factor = gamma ? gamma[of] : T(1);
                 for (int m = 0; m < n.space; ++m, x += stride, y += stride) {
                     if (mean) {
                         ESPER_EACH_LANE y[lane] = f.of((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
@@ -595,13 +596,15 @@ template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
         for (int k = 0; k < n.groups; ++k)
             for (int at = 0; at < stride; at += W) {
                 const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at;
-                const wide<T> center = mean ? load(mean + k * stride + at) : wide<T>{}, scale = load(rstd + k * stride + at);
+                const wide<T> center = mean ? load(mean + k * stride + at) : wide<T>{};
+                const wide<T> scale = load(rstd + k * stride + at);
                 wide<T> first = {}, second = {};
                 const T* row = c.p[0] + begin;
                 T* grad = c.p[6] + begin;
                 for (int j = 0; j < n.channels; ++j) {
                     const int of = n.own_weights ? k * n.channels + j : j;
-                    const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+                    const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
+                    const T factor = gamma ? gamma[of] : T(1);
                     wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
                     for (int m = 0; m < n.space; ++m, row += stride, grad += stride) {
                         const wide<T> normed = (load(row) - center) * scale;

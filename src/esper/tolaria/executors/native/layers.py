@@ -35,8 +35,8 @@ from esper.tolaria.executors.native.trace import FUSIONS, aten, joined, only_use
 
 Function = IntEnum(
     "Function",
-    "IDENTITY RELU HARDTANH SILU HARDSWISH LEAKY_RELU ELU GELU GELU_TANH MISH HARDSIGMOID SIGMOID TANH SOFTPLUS EXP EXPM1 "
-    "LOG LOG1P SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF SOFTSHRINK HARDSHRINK THRESHOLD",
+    "IDENTITY RELU HARDTANH SILU HARDSWISH LEAKY_RELU ELU GELU GELU_TANH MISH HARDSIGMOID SIGMOID TANH SOFTPLUS EXP "
+    "EXPM1 LOG LOG1P SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF SOFTSHRINK HARDSHRINK THRESHOLD",
     start=0,
 )
 """As in layers.h. The first five can be part of a normalization."""
@@ -258,8 +258,8 @@ def _place(x: Weight | None) -> Place | None:
     return None if x is None else x.place
 
 
-def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
-                momentum: float, eps: float, simple: _Simple = _NOTHING, other: Value | None = None) -> Value:  # fmt: skip
+def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
+                eps: float, simple: _Simple = _NOTHING, other: Value | None = None) -> Value:  # fmt: skip
     """f(bn(x) + other)."""
     x = low.leading(given)
     channels, (function, numbers) = x.features[0], simple
@@ -321,7 +321,7 @@ def _spread(simple: _Simple) -> tuple[Any, ...]:
 
 def _normalize(low: Lowering, x: Value, groups: Dims, w: Weight | None, b: Weight | None, eps: float, *,
                centered: bool = True, simple: _Simple = _NOTHING, gamma: Weight | None = None) -> Value:  # fmt: skip
-    """gamma * f((x - mean) / deviation * w + b); `groups` as in layers.h."""
+    """Factor gamma times f((x - mean) / deviation * w + b); `groups` as in layers.h."""
     function, numbers = simple
     numbers = (eps, 0.0, *numbers)
     weights = groups[0] * groups[1] if groups[3] else groups[1]
@@ -445,7 +445,7 @@ def _keeps(first: fx.Node, last: fx.Node) -> bool:
             root = node.args[0]
             while isinstance(root, fx.Node) and root > first and root.all_input_nodes and _shares(root):
                 root = root.args[0]
-            if not isinstance(root, fx.Node) or root <= first:
+            if not isinstance(root, fx.Node) or root < first:
                 return False
         node = node.next
     return True

@@ -68,6 +68,14 @@ def embedding(low: Lowering, weight: Any, tokens: Any, padding_idx: int = -1, sc
     return low.result(y, backward, w)
 
 
+@rule("one_hot.default")
+def one_hot(low: Lowering, tokens: Any, classes: int = -1) -> Value:
+    """A row of an identity matrix for each token."""
+    if classes < 0:
+        raise low.refuse("a number of classes that depends on the tokens")
+    return embedding(low, torch.eye(classes), tokens)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

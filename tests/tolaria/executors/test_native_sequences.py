@@ -423,6 +423,27 @@ def test_multihead_attention_agrees_with_pytorch(module):
     assert disagreement(with_keyed_dropout(module), features(7)) is None
 
 
+class Padded(nn.Module):
+    """Attention to the tokens that are not padding, of learned queries or of the tokens themselves."""
+
+    def __init__(self, queries: int, need_weights: bool) -> None:
+        super().__init__()
+        self.table, self.attention = nn.Embedding(11, WIDTH), nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+        self.queries = nn.Parameter(torch.ones(1, queries, WIDTH)) if queries else None
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        q = h if self.queries is None else self.queries.expand(len(x), -1, -1)
+        return self.attention(q, h, h, key_padding_mask=x == 0, need_weights=self.need_weights)[0]
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_to_padded_tokens_agrees_with_pytorch(queries, need_weights):
+    assert disagreement(Padded(queries, need_weights), tokens(9).where(torch.arange(TOKENS) > 0, 3)) is None
+
+
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_encoder_layers_agree_with_pytorch(norm_first, p):

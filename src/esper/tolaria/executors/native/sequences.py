@@ -522,6 +522,38 @@ def triu(low: Lowering, x: Any, diagonal: int = 0) -> Value:
     return _triangle(low, x, torch.ones(x.shape[-2:], dtype=torch.bool).triu(diagonal))
 
 
+def _filled(low: Lowering, x: Any, size: Sequence[int], number: float, dtype: torch.dtype | None) -> Value:
+    """A number everywhere, in the shape of a value or one that begins with the same examples."""
+    x = low.value(x)
+    if dtype not in (None, torch.float32) or (dtype is None and isinstance(x, Mask)):
+        raise low.refuse(f"numbers of type {dtype}")
+    same = tuple(size) == x.shape
+    if not same and not (x.leads and size and size[0] == BATCH):
+        raise low.refuse(f"a tensor of shape {tuple(size)} that is made for {x.shape}")
+    y = Value(Rows(0, 0), tuple(size), x.axis if same else 0, x.outer if same else 1)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(number),))
+    return y
+
+
+@rule("zeros_like.default", "new_zeros.default")
+def zeros(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
+    """Zeros in the shape of a value, or in a given one."""
+    return _filled(low, x, x.shape if size is None else size, 0.0, dtype)
+
+
+@rule("ones_like.default", "new_ones.default")
+def ones(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
+    """Ones in the shape of a value, or in a given one."""
+    return _filled(low, x, x.shape if size is None else size, 1.0, dtype)
+
+
+@rule("full_like.default")
+def full_like(low: Lowering, x: Any, number: float, *, dtype: Any = None, **_: object) -> Value:
+    """A number in the shape of a value."""
+    return _filled(low, x, x.shape, number, dtype)
+
+
 @rule("repeat.default")
 def repeat(low: Lowering, x: Any, repeats: Sequence[int]) -> Value:
     """Copies along axes of size 1."""

@@ -28,7 +28,7 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-from esper.tolaria.executors.native.trace import FUSIONS, aten
+from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
@@ -73,7 +73,7 @@ def one_hot(low: Lowering, tokens: Any, classes: int = -1) -> Value:
     """A row of an identity matrix for each token."""
     if classes < 0:
         raise low.refuse("a number of classes that depends on the tokens")
-    return embedding(low, torch.eye(classes), tokens)
+    return low.value(embedding(low, torch.eye(classes), tokens))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -21,30 +21,21 @@ namespace esper {
 
 // n = {tokens, entries of the table, numbers of each}: a token that the table lacks becomes NaN.
 template <class T> void run_EMBED(const Call<T>& c) {
-    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], lanes = c.chunk.lanes, stride = c.chunk.stride;
-    const T* table = c.p[1];
+    constexpr int FEW = 16;  // numbers of an entry: so many rows stay in the first level of cache
+    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], stride = c.chunk.stride;
     for (int t = 0; t < tokens; ++t)
-        for (int at = 0; at < lanes; at += 16) {
-            const T* token = c.p[0] + int64_t(t) * stride + at;
-            int32_t entry[16];
-            T wrong[16];
-            for (int l = 0; l < 16; ++l) {
-                const bool known = token[l] >= T(0) && token[l] < T(entries);
-                entry[l] = known ? int32_t(token[l]) * each : 0;
-                wrong[l] = known ? T(0) : std::numeric_limits<T>::quiet_NaN();
+        for (int first = 0; first < each; first += FEW)
+            for (int lane = 0; lane < c.chunk.lanes; ++lane) {
+                const T token = c.p[0][int64_t(t) * stride + lane];
+                const bool known = token >= T(0) && token < T(entries);
+                const T* from = c.p[1] + (known ? int64_t(token) * each : 0) + first;
+                const T wrong = known ? T(0) : std::numeric_limits<T>::quiet_NaN();
+                T* y = c.p[2] + (int64_t(t) * each + first) * stride + lane;
+                if (each - first >= FEW)
+                    for (int d = 0; d < FEW; ++d) y[d * stride] = from[d] + wrong;
+                else
+                    for (int d = 0; d < each - first; ++d) y[d * stride] = from[d] + wrong;
             }
-            T* y = c.p[2] + int64_t(t) * each * stride + at;
-            const int own = std::min(16, lanes - at);
-            for (int d = 0; d < each; ++d, y += stride) {
-                if (own == 16) {
-#pragma omp simd
-                    for (int l = 0; l < 16; ++l) y[l] = table[entry[l] + d] + wrong[l];
-                } else {
-#pragma omp simd
-                    for (int l = 0; l < own; ++l) y[l] = table[entry[l] + d] + wrong[l];
-                }
-            }
-        }
 }
 
 // The same; flag: the token whose entry gets no gradient, or -1. Adds in the order of tokens, then of examples.
@@ -180,7 +171,8 @@ inline wide<double> exp_below(wide<double> x) {
 }
 
 // Queries and keys that are treated together; their scores, and the vectors of `size` 16, fit the first level of cache.
-constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8;
+// Queries that fit the second level while a backward pass goes over the keys.
+constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8, SECOND_LEVEL = 64;
 
 // Rows [heads][count][size] of one head and one vector of lanes. Where rows are longer than a vector they are copied next
 // to each other, because every second line of memory would use half of the cache.
@@ -458,14 +450,17 @@ template <class T> struct Attention {
                     for (int d = 0; d < size; ++d, out += stride) sum += load(out) * load(own_g + row(t) + d * width<T>());
                     store<T>(delta + t * width<T>(), sum);
                 }
-                for (int begin = 0; begin < keys; begin += KEYS_BACKWARD) {
-                    const int end = std::min(begin + KEYS_BACKWARD, keys);
-                    each_tile(causal ? std::min(begin, queries) : 0, queries, [&](auto some, int t) {
-                        constexpr int Q = decltype(some)::value;
-                        backward<Q>(own_q + row(t), own_k + row(begin), own_v + row(begin), own_g + row(t), head, t, begin,
-                                    end, at, stats, delta + t * width<T>(), to_q + row(t), to_k + row(begin),
-                                    to_v + row(begin));
-                    });
+                for (int first = 0; first < queries; first += SECOND_LEVEL) {
+                    const int last = std::min(first + SECOND_LEVEL, queries);
+                    for (int begin = 0; begin < seen(last - 1); begin += KEYS_BACKWARD) {
+                        const int end = std::min(begin + KEYS_BACKWARD, keys);
+                        each_tile(causal ? std::max(first, begin) : first, last, [&](auto some, int t) {
+                            backward<decltype(some)::value>(own_q + row(t), own_k + row(begin), own_v + row(begin),
+                                                            own_g + row(t), head, t, begin, end, at, stats,
+                                                            delta + t * width<T>(), to_q + row(t), to_k + row(begin),
+                                                            to_v + row(begin));
+                        });
+                    }
                 }
                 pack.back(to_q, grad_q, head, queries, at, scale);
                 pack.back(to_k, grad_k, head, keys, at);

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx
 
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
-from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant
+from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant, part
 
 AXES: Final = 6
 """Most axes of an elementwise operation, as in tensors.h."""
@@ -370,6 +370,7 @@ class Constants:
 
 State = frozenset[str]
 """Slots that are on."""
+_NO_SLOT: Final = State()
 
 
 def run_graph(
@@ -398,8 +399,11 @@ def run_graph(
     enabled = low.needs
     for node in graph.nodes:
         if node.op == "placeholder":
-            upstream[node] = frozenset()
-            env[node, frozenset()] = next(inputs)
+            upstream[node], env[node, _NO_SLOT] = _NO_SLOT, next(inputs)
+            continue
+        if node.target is part:
+            source, offset, shape = node.args
+            upstream[node], env[node, _NO_SLOT] = _NO_SLOT, env[source, _NO_SLOT].part(offset, shape)
             continue
         sources = [current.get(source, source) for source in node.all_input_nodes]
         own = frozenset().union(*(upstream[source] for source in sources)) if sources else frozenset()

@@ -164,7 +164,8 @@ template <class T> inline T softplus_of(T x) {
     X(ERF, erf_of(x), g * T(1.12837916709551257390) * exp_of(-s * s))                                                  \
     X(SOFTSHRINK, x > a ? x - a : x < -a ? x + a : x * T(0), (s >= -a) & (s <= a) ? T(0) : g)                          \
     X(HARDSHRINK, (x >= -a) & (x <= a) ? T(0) : x, (s >= -a) & (s <= a) ? T(0) : g)                                    \
-    X(THRESHOLD, x <= a ? b : x, s <= a ? T(0) : g)
+    X(THRESHOLD, x <= a ? b : x, s <= a ? T(0) : g)                                                                    \
+    X(ROOT, std::sqrt(x), s == T(0) ? T(0) : g / (s + s))
 
 enum Function {
 #define X(name, of, back) name,
@@ -506,11 +507,12 @@ template <class T> void run_BATCH_NORM_FIXED_BACKWARD(const Call<T>& c) {
 // all groups have the same ones (layer normalization). Then an activation function f and a factor gamma may follow.
 struct Groups {
     int groups, channels, space;
-    bool own_weights;  // of each group
-    int weights() const { return own_weights ? groups * channels : channels; }
+    int own;  // groups that have weights of their own, before they repeat; 0: none
+    int weights() const { return (own ? own : 1) * channels; }
+    int weight_of(int group, int channel) const { return own ? group % own * channels + channel : channel; }
 };
 
-inline Groups groups_of(const int32_t* n) { return {n[0], n[1], n[2], n[3] != 0}; }
+inline Groups groups_of(const int32_t* n) { return {n[0], n[1], n[2], n[3]}; }
 
 // Mean and 1 / standard deviation over rows, for VS vectors of lanes: several, so that additions need not wait for each
 // other. One pass computes both by Welford's update, FEW rows at a time relative to the mean of the rows before. An
@@ -566,7 +568,7 @@ template <class T> void run_GROUP_NORM(const Call<T>& c) {
             moment(moments<T, 2>, 2);
             moment(moments<T, 1>, 1);
             for (int j = 0; j < n.channels; ++j) {
-                const int of = n.own_weights ? k * n.channels + j : j;
+                const int of = n.weight_of(k, j);
                 const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
                 const T factor = gamma ? gamma[of] : T(1);
                 for (int m = 0; m < n.space; ++m, x += stride, y += stride) {
@@ -602,7 +604,7 @@ template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
                 const T* row = c.p[0] + begin;
                 T* grad = c.p[6] + begin;
                 for (int j = 0; j < n.channels; ++j) {
-                    const int of = n.own_weights ? k * n.channels + j : j;
+                    const int of = n.weight_of(k, j);
                     const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
                     const T factor = gamma ? gamma[of] : T(1);
                     wide<T> of_weight = {}, of_bias = {}, of_gamma = {};

@@ -229,7 +229,7 @@ def _unlike(
         b = of_want[name]
         if (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape):
             return f"{name} has another shape"
-        if a is None or b is None or not a.numel():
+        if a is None or b is None or not a.numel() or not bool(b.isfinite().all()):
             continue
         off, scale = float((a.double() - b).abs().max()), max(1.0, float(b.abs().max()))
         if not off <= allowed(name, scale):  # also if it is not a number

@@ -32,7 +32,8 @@ from tokens import TokenHostSpec, token_seeds
 S = SeedStage
 
 
-each_executor = pytest.mark.parametrize("executor", ["streamed", "fused"])
+each_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+each_other = pytest.mark.parametrize("executor", ["fused", "native"])
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +66,25 @@ def regression() -> Dataset:
 # -- fused as streamed ------------------------------------------------------------------------------------------------
 
 
-def test_fused_is_streamed_for_sequences_in_every_stage_and_blend():
-    compare(fused, in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
+@each_other
+def test_sequences_in_every_stage_and_blend_are_run_as_streamed(executor):
+    compare(EXECUTORS[executor], in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
 
 
-def test_fused_is_streamed_for_sequences_with_keyed_dropout_in_hosts_and_seeds():
+@each_other
+def test_sequences_with_keyed_dropout_in_hosts_and_seeds_are_run_as_streamed(executor):
     def grow(bench):
         bench.grow("r0c0", "token_scale", S.HOLDING, alpha=1.0, hosts=[0, 2])
         bench.grow("r1c0", "token_mlp", S.TRAINING, algorithm=Algorithm.GATE, hosts=[1, 2])
 
     for settings in ({"dropout": 0.2}, {"dropout": 0.2, "activation": tokens.Tanh}):  # the second through vmap
-        compare(fused, grow, **{**token_settings(), "host": tokens.host(**settings)})
+        compare(EXECUTORS[executor], grow, **{**token_settings(), "host": tokens.host(**settings)})
 
 
-def test_fused_is_streamed_for_a_regression_on_images():
+@each_other
+def test_a_regression_on_images_is_run_as_streamed(executor):
     settings = {"data": regression(), "objective": MeanSquaredError(variance=8.0 / 9.0)}
-    compare(fused, grow_different_seeds, num_envs=5, **settings)
+    compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, **settings)
 
 
 def test_the_squared_error_of_a_host_is_what_plain_pytorch_computes():
@@ -282,10 +286,8 @@ def token_engine(of: TaskSpec, **config):
     return build_engine(EngineConfig(**settings), of, tokens.tokens(), CPU)
 
 
-def test_auto_runs_small_sequences_fused_and_native_refuses_them():
-    assert token_engine(token_task(), executor="auto").config.executor == "fused"
-    with pytest.raises(ConfigError, match=r"no rule for hosts of TokenHost; use executor 'fused' or 'streamed'"):
-        token_engine(token_task(), executor="native")
+def test_auto_runs_small_sequences_natively():
+    assert token_engine(token_task(), executor="auto").config.executor == "native"
 
 
 class Reading(torch.nn.Module):
@@ -301,7 +303,10 @@ def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_r
         StackingError, match=r"the host gives other results .* \(RuntimeError .*\.item\(\).* use executor 'streamed'"
     ):
         token_engine(of, executor="fused")
-    with pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"):
+    with (
+        pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"),
+        pytest.warns(UserWarning, match="the native executor cannot run these hosts; a slower one will: .*traced"),
+    ):
         assert token_engine(of, executor="auto").config.executor == "streamed"
 
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_bench import DOUBLE
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
-from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import clipped_step
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Place
 
+DOUBLE = torch.float64
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")
 ADAM = replace(SGD, kind="adam", grad_clip=float("inf"))
 HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
-DECAY, FACTOR, FIRST = NUM_WORKING, NUM_WORKING + 1, NUM_WORKING + 2
+DECAY, FACTOR, FIRST = NUM_WORKING + 6, NUM_WORKING + 7, NUM_WORKING + 8  # behind those of a batch
 """The mask, the factor of the rates, then five spaces for each row: host, seeds and gates of both slots."""
 NUM_SPACES = FIRST + 5 * 5
 
@@ -33,9 +33,9 @@ def run(spec, steps, spaces, rate_factor=1.0):
     spaces.share(FACTOR, factor)
     a = Assembler(trainable=True)
     for rate, rows, masked in steps:
-        mask = Place(DECAY, 0) if masked else None
-        clipped_step(a, spec, rate, Place(FACTOR, 0), [(space_of(row), size) for row, size in rows], mask)
-    Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, 1)
+        mask = Place(DECAY, 0, HOST_SIZE) if masked else None
+        clipped_step(a, spec, rate, Place(FACTOR, 0, 1), [(space_of(row), size) for row, size in rows], mask)
+    Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, Batch(batch=1))
 
 
 class Row:

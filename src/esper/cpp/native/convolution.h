@@ -37,7 +37,7 @@ struct Product {  // a linear layer for each position of a sequence
     int positions, inputs, outputs;
 };
 
-// -- which taps a position has -----------------------------------------------------------------------------------------
+// -- which taps a position has ----------------------------------------------------------------------------------------
 
 // One axis of the image: at output x, tap k reads input (x * up + shift + k * tap) / down, if that is whole and inside.
 // The gradient of the input is a convolution of this kind, too.
@@ -90,17 +90,14 @@ inline Runs runs_of(const Axis& a) {
     return runs;
 }
 
-inline Runs rows_of(const Shape& s) {
-    return runs_of({s.out_height, s.height, s.kernel_h, s.stride_h, 1, -s.pad_top, s.dilation_h});
+// Of the output, or of the input, whose gradient each run computes.
+inline Runs rows_of(const Shape& s, bool grad = false) {
+    return grad ? runs_of({s.height, s.out_height, s.kernel_h, 1, s.stride_h, s.pad_top, -s.dilation_h})
+                : runs_of({s.out_height, s.height, s.kernel_h, s.stride_h, 1, -s.pad_top, s.dilation_h});
 }
-inline Runs columns_of(const Shape& s) {
-    return runs_of({s.out_width, s.width, s.kernel_w, s.stride_w, 1, -s.pad_left, s.dilation_w});
-}
-inline Runs grad_rows_of(const Shape& s) {
-    return runs_of({s.height, s.out_height, s.kernel_h, 1, s.stride_h, s.pad_top, -s.dilation_h});
-}
-inline Runs grad_columns_of(const Shape& s) {
-    return runs_of({s.width, s.out_width, s.kernel_w, 1, s.stride_w, s.pad_left, -s.dilation_w});
+inline Runs columns_of(const Shape& s, bool grad = false) {
+    return grad ? runs_of({s.width, s.out_width, s.kernel_w, 1, s.stride_w, s.pad_left, -s.dilation_w})
+                : runs_of({s.out_width, s.width, s.kernel_w, s.stride_w, 1, -s.pad_left, s.dilation_w});
 }
 inline Runs positions_of(int count) { return {{0, 1, count, 0, 1, 0, 1, 1, 0}}; }
 
@@ -112,10 +109,10 @@ inline Distances image(int height, int width, int stride) {
 }
 inline Distances sequence(int features, int stride) { return {stride, int64_t(features) * stride, 0}; }
 
-// -- sums over inputs and taps -----------------------------------------------------------------------------------------
+// -- sums over inputs and taps ----------------------------------------------------------------------------------------
 
-// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. The vectors are along the lanes, so
-// each weight is broadcast from where it is.
+// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. Vectors are along the lanes, so each
+// weight is broadcast from where it is.
 template <class T> struct Sums {
     const T *in, *weight, *bias;
     T* out;
@@ -244,8 +241,8 @@ void rectangle(const Sums<T>& s, const Run& y, const Run& x, const Steps& steps,
     }
 }
 
-// Parts of the image whose inputs stay in the second cache. Weights that exceed the first cache: all positions of a part
-// with some outputs before the next outputs.
+// Parts of the image whose inputs stay in the second cache. Weights that exceed the first cache: all positions of a
+// part with some outputs before the next outputs.
 template <class T> void sums_of_group(const Sums<T>& s, const Runs& rows, const Runs& columns) {
     Steps steps;
     int taps_h = 1, taps_w = 1, longest = 0;
@@ -267,9 +264,9 @@ template <class T> void sums_of_group(const Sums<T>& s, const Runs& rows, const 
             }
 }
 
-// -- channel by channel ------------------------------------------------------------------------------------------------
+// -- channel by channel -----------------------------------------------------------------------------------------------
 
-constexpr int CHANNELS = 16;  // whose features stay in the second cache while the rectangles of two runs follow each other
+constexpr int CHANNELS = 16;  // whose features stay in the second cache while the runs follow each other
 
 template <int K> using Constant = std::integral_constant<int, K>;
 
@@ -292,7 +289,7 @@ template <class F> void by_taps(const Run& y, const Run& x, F f) {
         }
 }
 
-struct Strip {  // vectors of a row or a column of the image, evenly spaced; the first one holds the lanes from `lane` on
+struct Strip {  // vectors of a row or a column, evenly spaced; the first one holds the lanes from `lane` on
     int64_t from, to, from_next, to_next;
     int count, lane;
 };
@@ -315,6 +312,14 @@ inline void each_strip(const Run& y, const Run& x, const Distances& from, const 
                        y.first * to.row + x.first * to.column + i * to_step + lane, from_next, to_next, count, lane});
 }
 
+template <class T>
+__attribute__((noinline)) void clear_padding(T* to, const Strip& strip, int lanes, int stride) {
+    for (int k = 0; k < strip.count; ++k, to += strip.to_next) {
+        const int lane = strip.to_next == width<T>() ? k * width<T>() % stride : strip.lane;
+        if (lane + width<T>() > lanes) store<T>(to, keep_lanes<T>(load(to), lanes - lane));
+    }
+}
+
 // One input per output.
 template <class T> void channelwise(const Sums<T>& s, const Runs& rows, const Runs& columns, int first, int last) {
     const auto rectangle = [&](const Run& y, const Run& x, auto ky, auto kx, bool initial) {
@@ -334,11 +339,7 @@ template <class T> void channelwise(const Sums<T>& s, const Runs& rows, const Ru
                     ESPER_UNROLLED(i, KY) ESPER_UNROLLED(j, KX) sum += factor[i][j] * load(h + i * dy + j * dx);
                     store<T>(to, sum);
                 }
-                to = begin;
-                for (int k = 0; s.lanes < s.stride && k < strip.count; ++k, to += strip.to_next) {
-                    const int lane = strip.to_next == width<T>() ? k * width<T>() % s.stride : strip.lane;
-                    if (lane + width<T>() > s.lanes) store<T>(to, keep_lanes<T>(load(to), s.lanes - lane));
-                }
+                if (s.lanes < s.stride) clear_padding(begin, strip, s.lanes, s.stride);
             });
         }
     };
@@ -375,7 +376,7 @@ void convolve_input_grad(const Shape& s, const T* grad_out, const T* weight, T* 
     const int64_t weights = int64_t(inputs) * s.taps();
     sums<T>({grad_out, weight, nullptr, grad_in, outputs, inputs, image(s.out_height, s.out_width, stride),
              image(s.height, s.width, stride), s.taps(), weights, s.kernel_w, lanes, stride},
-            grad_rows_of(s), grad_columns_of(s), s.groups, outputs * weights);
+            rows_of(s, true), columns_of(s, true), s.groups, outputs * weights);
 }
 
 template <class T>
@@ -392,32 +393,37 @@ void multiply_input_grad(const Product& p, const T* grad_out, const T* weight, T
                      positions_of(p.positions), positions_of(1));
 }
 
-// -- gradients of weights ----------------------------------------------------------------------------------------------
+// -- gradients of weights ---------------------------------------------------------------------------------------------
 
-template <class T> using Index = decltype(wide<T>{} < wide<T>{});
+template <class T> using Lanes = std::make_integer_sequence<int, width<T>()>;
 
-template <class T> inline wide<T> shuffled(wide<T> a, wide<T> b, Index<T> from) {
+// Number from(i) of both vectors goes to lane i.
+template <class T, class From, int... I>
+inline wide<T> shuffled(wide<T> a, wide<T> b, From from, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-    wide<T> value;
-    for (int i = 0; i < width<T>(); ++i) value[i] = from[i] < width<T>() ? a[from[i]] : b[from[i] - width<T>()];
-    return value;
+    return __builtin_shufflevector(a, b, from(I)...);
 #else
-    return __builtin_shuffle(a, b, from);
+    return __builtin_shuffle(a, b, decltype(a < b){from(I)...});
 #endif
 }
 
-// Totals of N vectors: pairs of numbers are added until the vectors are through, so that many totals cost few shuffles.
+// Every two neighbours, of both vectors.
+template <class T> inline wide<T> pairs(wide<T> a, wide<T> b) {
+    return shuffled<T>(a, b, [](int i) { return 2 * i; }, Lanes<T>{}) +
+           shuffled<T>(a, b, [](int i) { return 2 * i + 1; }, Lanes<T>{});
+}
+
+// Totals of N vectors: pairs are added until the vectors are through, so that many totals cost few shuffles.
+template <class T, int N, int HALF = width<T>() / 2> inline void add_pairs(wide<T>* part) {
+    ESPER_UNROLLED(i, HALF) part[i] = pairs<T>(part[2 * i], part[2 * i + 1]);
+    if constexpr (HALF > 1) add_pairs<T, N, HALF / 2>(part);
+}
 template <class T, int N> inline void totals(const wide<T>* sum, T* to) {
     constexpr int W = width<T>();
-    Index<T> even;
-    for (int i = 0; i < W; ++i) even[i] = 2 * i;
     ESPER_UNROLLED(group, (N + W - 1) / W) {
         wide<T> part[W];
         ESPER_UNROLLED(i, W) part[i] = group * W + i < N ? sum[group * W + i] : wide<T>{};
-        for (int half = W / 2; half > 0; half /= 2)
-            for (int i = 0; i < half; ++i)
-                part[i] = shuffled<T>(part[2 * i], part[2 * i + 1], even) +
-                          shuffled<T>(part[2 * i], part[2 * i + 1], even + 1);
+        add_pairs<T, N>(part);
         store<T>(to + group * W, part[0]);
     }
 }
@@ -441,22 +447,38 @@ inline Span inside(Span all, int step, int shift, int size) {
     return all;
 }
 
-// Products of outputs and inputs, over a part of the image, for one tap.
-template <class T, int OS, int CS>
-void tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x, int tap) {
-    const int up = tap / s.kernel_w * s.dilation_h - s.pad_top, left = tap % s.kernel_w * s.dilation_w - s.pad_left;
-    y = inside(y, s.stride_h, up, s.height), x = inside(x, s.stride_w, left, s.width);
-    int64_t g_next = k.to.column, h_next = s.stride_w * k.from.column;
-    int count = x.last - x.first, stride = k.stride;
-    if (h_next == stride) count *= stride / width<T>(), g_next = h_next = stride = width<T>();  // one row of vectors
+// Where the products of one tap are in a part of the image.
+struct Walk {
+    int tap, rows, lanes, count;  // vectors follow each other over `lanes`, and `count` of them in a row
+    int64_t g, h, g_row, h_row, g_next, h_next;
+};
+
+template <class T> std::vector<Walk> walks_of(const Shape& s, const WeightGrad<T>& k, Span all_y, Span all_x) {
+    std::vector<Walk> walks;
+    for (int tap = 0; tap < s.taps(); ++tap) {
+        const int up = tap / s.kernel_w * s.dilation_h - s.pad_top, left = tap % s.kernel_w * s.dilation_w - s.pad_left;
+        const Span y = inside(all_y, s.stride_h, up, s.height), x = inside(all_x, s.stride_w, left, s.width);
+        if (y.first == y.last || x.first == x.last) continue;
+        Walk walk{tap, y.last - y.first, k.stride, x.last - x.first,
+                  y.first * k.to.row + x.first * k.to.column,
+                  (y.first * s.stride_h + up) * k.from.row + (x.first * s.stride_w + left) * k.from.column,
+                  k.to.row, s.stride_h * k.from.row, k.to.column, s.stride_w * k.from.column};
+        if (s.stride_w == 1)  // one row of vectors
+            walk.count *= k.stride / width<T>(), walk.g_next = walk.h_next = walk.lanes = width<T>();
+        walks.push_back(walk);
+    }
+    return walks;
+}
+
+// Products of OS outputs and CS inputs for one tap.
+template <class T, int OS, int CS> void tile(const WeightGrad<T>& k, const Walk& walk, int o, int c, int taps) {
     wide<T> sum[OS][CS];
     ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) sum[i][j] = wide<T>{};
-    for (int row = y.first; row < y.last; ++row)
-        for (int lane = 0; lane < stride; lane += width<T>()) {
-            const T* g = k.grad_out + o * k.to.channel + row * k.to.row + x.first * k.to.column + lane;
-            const T* h = k.in + c * k.from.channel + (row * s.stride_h + up) * k.from.row +
-                         (x.first * s.stride_w + left) * k.from.column + lane;
-            for (int n = 0; n < count; ++n, g += g_next, h += h_next) {
+    const T *g_row = k.grad_out + o * k.to.channel + walk.g, *h_row = k.in + c * k.from.channel + walk.h;
+    for (int row = 0; row < walk.rows; ++row, g_row += walk.g_row, h_row += walk.h_row)
+        for (int lane = 0; lane < walk.lanes; lane += width<T>()) {
+            const T *g = g_row + lane, *h = h_row + lane;
+            for (int n = 0; n < walk.count; ++n, g += walk.g_next, h += walk.h_next) {
                 wide<T> here[CS];
                 ESPER_UNROLLED(j, CS) here[j] = load(h + j * k.from.channel);
                 ESPER_UNROLLED(i, OS) {
@@ -467,19 +489,19 @@ void tile(const Shape& s, const WeightGrad<T>& k, int o, int c, Span y, Span x, 
         }
     T total[OS * CS + width<T>()];
     totals<T, OS * CS>(&sum[0][0], total);
-    T* grad = k.grad + (int64_t(o) * k.inputs + c) * s.taps() + tap;
-    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) grad[(int64_t(i) * k.inputs + j) * s.taps()] += total[i * CS + j];
+    T* grad = k.grad + (int64_t(o) * k.inputs + c) * taps + walk.tap;
+    ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) grad[(int64_t(i) * k.inputs + j) * taps] += total[i * CS + j];
 }
 
-template <class T, int OS> void tiles(const Shape& s, const WeightGrad<T>& k, int o, Span y, Span x) {
+template <class T, int OS> void tiles(const WeightGrad<T>& k, const std::vector<Walk>& walks, int o, int taps) {
     constexpr int MOST = REGISTERS == 32 ? 4 : 3;
     for (int c = 0, done; c < k.inputs; c += done) {
         done = std::min(MOST, k.inputs - c);
-        for (int tap = 0; tap < s.taps(); ++tap)
-            if (done == MOST) tile<T, OS, MOST>(s, k, o, c, y, x, tap);
-            else if (done == 3) tile<T, OS, 3>(s, k, o, c, y, x, tap);
-            else if (done == 2) tile<T, OS, 2>(s, k, o, c, y, x, tap);
-            else tile<T, OS, 1>(s, k, o, c, y, x, tap);
+        for (const Walk& walk : walks)
+            if (done == MOST) tile<T, OS, MOST>(k, walk, o, c, taps);
+            else if (done == 3) tile<T, OS, 3>(k, walk, o, c, taps);
+            else if (done == 2) tile<T, OS, 2>(k, walk, o, c, taps);
+            else tile<T, OS, 1>(k, walk, o, c, taps);
     }
 }
 
@@ -490,12 +512,13 @@ template <class T> void tiled_weight_grad(const Shape& s, const WeightGrad<T>& k
     const int rows = std::max<int64_t>(1, positions / columns);
     for (int top = 0; top < s.out_height; top += rows)
         for (int left = 0; left < s.out_width; left += columns) {
-            const Span y{top, std::min(top + rows, s.out_height)}, x{left, std::min(left + columns, s.out_width)};
+            const auto walks = walks_of(s, k, {top, std::min(top + rows, s.out_height)},
+                                        {left, std::min(left + columns, s.out_width)});
             for (int o = 0, done; o < k.outputs; o += done) {
                 done = k.outputs - o >= 4 ? 4 : k.outputs - o >= 2 ? 2 : 1;
-                if (done == 4) tiles<T, 4>(s, k, o, y, x);
-                else if (done == 2) tiles<T, 2>(s, k, o, y, x);
-                else tiles<T, 1>(s, k, o, y, x);
+                if (done == 4) tiles<T, 4>(k, walks, o, s.taps());
+                else if (done == 2) tiles<T, 2>(k, walks, o, s.taps());
+                else tiles<T, 1>(k, walks, o, s.taps());
             }
         }
 }
@@ -503,15 +526,12 @@ template <class T> void tiled_weight_grad(const Shape& s, const WeightGrad<T>& k
 // Rows and columns of a square of numbers trade places.
 template <class T, int STEP = 1> inline void transpose_square(wide<T>* row) {
     if constexpr (STEP < width<T>()) {
-        Index<T> low, high;
-        for (int i = 0; i < width<T>(); ++i) {
-            low[i] = i & STEP ? width<T>() + i - STEP : i;
-            high[i] = i & STEP ? width<T>() + i : i + STEP;
-        }
         for (int i = 0; i < width<T>(); ++i)
             if (!(i & STEP)) {
                 const wide<T> a = row[i], b = row[i + STEP];
-                row[i] = shuffled<T>(a, b, low), row[i + STEP] = shuffled<T>(a, b, high);
+                const auto low = [](int k) { return k & STEP ? width<T>() + k - STEP : k; };
+                row[i] = shuffled<T>(a, b, low, Lanes<T>{});
+                row[i + STEP] = shuffled<T>(a, b, [](int k) { return (k & STEP ? width<T>() : STEP) + k; }, Lanes<T>{});
             }
         transpose_square<T, STEP * 2>(row);
     }
@@ -528,9 +548,9 @@ inline int64_t panel_scratch(const Shape& s) {
     return PANEL * PANEL_ROW + int64_t(s.taps()) * (s.outputs / s.groups) * (s.inputs / s.groups);
 }
 
-// For many inputs: vectors along the inputs, so that nothing is summed over the lanes of a vector. The sums are those of
-// `block`, with examples in the place of inputs. The inputs of some rows of the image and some lanes are transposed to a
-// panel [position][lane][up to three vectors of inputs].
+// For many inputs: vectors along the inputs, so that nothing is summed over the lanes of a vector. The sums are those
+// of `block`, with examples in the place of inputs. The inputs of some rows of the image and some lanes are transposed
+// to a panel [position][lane][up to three vectors of inputs].
 template <class T> void panel_weight_grad(const Shape& s, const WeightGrad<T>& k, int lanes, T* scratch) {
     constexpr int W = width<T>();
     const int vectors = (k.inputs + W - 1) / W, panels = (vectors + 2) / 3;
@@ -576,9 +596,9 @@ template <class T> void panel_weight_grad(const Shape& s, const WeightGrad<T>& k
                     steps.back().weight += k.to.row - across * k.to.column;
                     const T* g = k.grad_out + y.first * k.to.row + x.first * k.to.column + begin;
                     const int from = (y.first * s.stride_h + up - top) * s.width + x.first * s.stride_w + left;
-                    blocks<T>({panel + from * count * next, g, nullptr, sum + tap * tap_size, y.last - y.first, k.outputs,
-                               {}, {k.inputs, 0, 0}, k.to.channel, 0, 0, 0, 0, true},
-                              steps, spots, size, g, 0, k.outputs);
+                    const Sums<T> of_tap{panel + from * count * next, g, nullptr, sum + tap * tap_size,
+                                         y.last - y.first, k.outputs, {}, {k.inputs, 0, 0}, k.to.channel, 0, 0, 0, 0, true};
+                    blocks(of_tap, steps, spots, size, g, 0, k.outputs);
                 }
             }
         }
@@ -672,8 +692,8 @@ inline Shape image_of(const Product& p) {
 inline int64_t product_scratch(const Product& p) { return panel_scratch(image_of(p)); }
 
 template <class T>
-void multiply_weight_grad(const Product& p, const T* in, const T* grad_out, T* grad, T* grad_bias, int lanes, int stride,
-                          T* scratch) {
+void multiply_weight_grad(const Product& p, const T* in, const T* grad_out, T* grad, T* grad_bias, int lanes,
+                          int stride, T* scratch) {
     const WeightGrad<T> k{in, grad_out, grad, p.inputs, p.outputs, sequence(p.inputs, stride),
                           sequence(p.outputs, stride), stride};
     panel_weight_grad(image_of(p), k, lanes, scratch);

@@ -12,7 +12,8 @@
 // X(name, operands): see program.cpp.
 #define ESPER_SEQUENCES(X)                                                                                             \
     X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")                \
-    X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(DROP, "xlx")
+    X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(COMPARE, "xxx")                 \
+    X(DROP, "xlx")
 
 namespace esper {
 
@@ -537,7 +538,7 @@ template <class T> void run_PRODUCT(const Call<T>& c) {
         }
 }
 
-// -- sums of the past, constant masks ---------------------------------------------------------------------------------
+// -- sums of the past, masks ------------------------------------------------------------------------------------------
 
 // n = {outer, count, inner}: y = sums over the second axis up to each place; flag: from each place on.
 template <class T> void run_RUNNING_SUM(const Call<T>& c) {
@@ -558,18 +559,60 @@ template <class T> void run_RUNNING_SUM(const Call<T>& c) {
     }
 }
 
-// n = {rows}: a row of a where the mask is not zero, else of b; number[0] instead of rows that are not given.
+// n = {rows}: a where the mask is not zero, else b; number[0] instead of rows that are not given. flag: the mask has rows
+// of lanes; else it is a number for each row.
 template <class T> void run_SELECT(const Call<T>& c) {
     const int lanes = c.chunk.lanes;
+    const T other = T(c.number[0]);
     for (int64_t r = 0; r < c.n[0]; ++r) {
+        if (c.flag) {
+            const int64_t at = r * c.chunk.stride;
+            const T *mask = c.p[0] + at, *a = c.p[1] ? c.p[1] + at : nullptr, *b = c.p[2] ? c.p[2] + at : nullptr;
+            T* y = c.p[3] + at;
+            if (a && b) {
+                ESPER_EACH_LANE y[lane] = mask[lane] != T(0) ? a[lane] : b[lane];
+            } else if (a) {
+                ESPER_EACH_LANE y[lane] = mask[lane] != T(0) ? a[lane] : other;
+            } else {
+                ESPER_EACH_LANE y[lane] = mask[lane] != T(0) ? other : b[lane];
+            }
+            continue;
+        }
         const T* from = c.p[0][r] != T(0) ? c.p[1] : c.p[2];
         T* y = c.p[3] + r * c.chunk.stride;
         if (from) {
             std::memcpy(y, from + r * c.chunk.stride, sizeof(T) * c.chunk.stride);
         } else {
-            const T value = T(c.number[0]);
-            ESPER_EACH_LANE y[lane] = value;
+            ESPER_EACH_LANE y[lane] = other;
         }
+    }
+}
+
+enum Comparison { EQUAL, UNEQUAL, LESS, AT_MOST, GREATER, AT_LEAST };
+
+// n = {rows}: 1 where the comparison holds, else 0. b (null: number[0])
+template <class T> void run_COMPARE(const Call<T>& c) {
+    int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    merge_rows(rows, lanes, stride);
+    const auto all = [&](auto holds) {
+        for (int64_t r = 0; r < rows; ++r) {
+            const T* a = c.p[0] + r * stride;
+            T* y = c.p[2] + r * stride;
+            if (const T* b = c.p[1] ? c.p[1] + r * stride : nullptr) {
+                ESPER_EACH_LANE y[lane] = holds(a[lane], b[lane]) ? T(1) : T(0);
+            } else {
+                const T number = T(c.number[0]);
+                ESPER_EACH_LANE y[lane] = holds(a[lane], number) ? T(1) : T(0);
+            }
+        }
+    };
+    switch (c.flag) {
+        case EQUAL: return all([](T a, T b) { return a == b; });
+        case UNEQUAL: return all([](T a, T b) { return a != b; });
+        case LESS: return all([](T a, T b) { return a < b; });
+        case AT_MOST: return all([](T a, T b) { return a <= b; });
+        case GREATER: return all([](T a, T b) { return a > b; });
+        default: return all([](T a, T b) { return a >= b; });
     }
 }
 

@@ -215,7 +215,8 @@ template <class T> void run_BLEND_BACKWARD(const Call<T>& c) {
 
 // -- input and loss ---------------------------------------------------------------------------------------------------
 
-// n = {numbers}: a batch [lanes][numbers] to rows of lanes, and back. Tiles of both stay in the cache.
+// n = {numbers}: a batch [lanes][numbers] to rows of lanes; n = {numbers, all}: back, to numbers of [lanes][all]. Tiles of
+// both stay in the cache.
 template <class T> void run_LOAD(const Call<T>& c) {
     constexpr int TILE = 16;
     const int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
@@ -231,7 +232,7 @@ template <class T> void run_STORE(const Call<T>& c) {
     for (int first = 0; first < rows; first += TILE)
         for (int lane = 0; lane < lanes; ++lane)
             for (int r = first; r < std::min(first + TILE, rows); ++r)
-                c.p[1][int64_t(lane) * rows + r] = c.p[0][int64_t(r) * stride + lane];
+                c.p[1][int64_t(lane) * c.n[1] + r] = c.p[0][int64_t(r) * stride + lane];
 }
 
 // A program ends here, and goes on when the gradients of the outputs are known.

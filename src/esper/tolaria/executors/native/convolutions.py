@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from esper.tolaria.executors.native.lowering import ADDED, Lowering, Value, Weight, rule
+from esper.tolaria.executors.native.lowering import ADDED, RULES, Lowering, Value, Weight, rule
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import combine, reshaped
+from esper.tolaria.executors.native.trace import aten
 
 
 class Geometry(NamedTuple):
@@ -125,6 +126,9 @@ def conv_transpose2d(low: Lowering, x: Any, weight: Any, bias: Any = None, strid
 def linear(low: Lowering, x: Any, weight: Any, bias: Any = None) -> Value:
     """[..., I] -> [..., O], with the axis of the examples anywhere but last."""
     x = low.value(x)
+    if isinstance(weight, Value):  # computed in the forward pass
+        y = RULES[aten.matmul.default](low, x, RULES[aten.t.default](low, weight))
+        return y if bias is None else combine(low, y, bias, ADDED)
     outputs, inputs = weight.shape
     if x.axis == len(x.shape) - 1:
         raise low.refuse("features of examples that lie along the last axis")

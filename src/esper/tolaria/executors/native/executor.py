@@ -248,7 +248,8 @@ class NativeExecutor(NetworkExecutor):
         spaces.rows(Space.TOTALS, totals)
         stored = self._as_stored(batches)
         if stored is None or not self._networks.computes_loss:
-            self._measure_batches(batches, work, spaces, totals, ours)
+            distinct = [max(states) + 1 for _, states in measured]
+            self._measure_batches(batches, work, spaces, totals, ours, distinct)
         else:
             own, labels, order = torch.from_numpy(ours), stored.y, None
             if batches.chosen is not None:
@@ -267,11 +268,11 @@ class NativeExecutor(NetworkExecutor):
         return found
 
     def _measure_batches(
-        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray
-    ) -> None:
-        """Measure on batches that PyTorch makes, with scores that it computes where there is no kernel for them."""
-        objective, states = self.data.objectives[batches.split], totals.shape[1]
-        chosen = torch.from_numpy(ours)
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray,
+        distinct: list[int],
+    ) -> None:  # fmt: skip
+        """Measure the distinct states of each host on batches that PyTorch makes, with scores that it computes where there is no kernel for them."""
+        objective, chosen = self.data.objectives[batches.split], torch.from_numpy(ours)
         for x, y in batches:
             each = batches.chosen is not None
             x = x.float()[chosen].contiguous() if each else x.float().expand(1, *x.shape).contiguous()
@@ -289,12 +290,13 @@ class NativeExecutor(NetworkExecutor):
                     spaces.share(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
                 continue
-            outputs = torch.zeros(len(ours), x.shape[1], states, *self._networks.outputs)
-            spaces.rows(Space.OUTPUTS, outputs)
-            self._machine.run(work, spaces, replace(batch, outputs_each=outputs[0, 0].numel()))
-            for k in range(len(ours)):
+            for k, states in enumerate(distinct):
+                outputs = torch.empty(1, x.shape[1], states, *self._networks.outputs)
+                own = spaces.of(np.array([k]))
+                own.rows(Space.OUTPUTS, outputs)
+                self._machine.run(work.part(k), own, replace(batch, outputs_each=outputs[0, 0].numel()))
                 for state in range(states):
-                    scores = objective.scores(outputs[k, :, state], y[k if each else 0])
+                    scores = objective.scores(outputs[0, :, state], y[k if each else 0])
                     totals[k, state] += torch.stack([of.sum(dtype=torch.float64) for of in scores])
 
 

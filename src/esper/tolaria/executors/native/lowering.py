@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Final, final
 
 import torch
@@ -346,17 +347,19 @@ class Constants:
     """Numbers that all hosts share, in one space."""
 
     def __init__(self, space: int) -> None:
-        self.space, self._tensors, self._places = space, list[Tensor](), dict[int, tuple[Tensor, Place]]()
+        self.space, self._tensors, self._places = space, list[Tensor](), dict[tuple[torch.dtype, bytes], Place]()
         self._size = 0
         self._joined: Tensor | None = None
 
     def place(self, x: Tensor) -> Place:
-        """Where a tensor lies; it is added if it is new."""
-        if id(x) not in self._places:
-            self._places[id(x)] = (x, Place(self.space, self._size, x.numel()))
-            self._tensors.append(x.detach().reshape(-1))
+        """Where a tensor lies; it is added if there are no equal numbers yet, which other programs may have added."""
+        flat = x.detach().reshape(-1)
+        key = flat.dtype, sha256(flat.view(torch.uint8).numpy().tobytes()).digest()
+        if key not in self._places:
+            self._places[key] = Place(self.space, self._size, x.numel())
+            self._tensors.append(flat)
             self._size += x.numel()
-        return self._places[id(x)][1]
+        return self._places[key]
 
     def tensor(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All of them so far."""

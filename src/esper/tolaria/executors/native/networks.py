@@ -238,7 +238,7 @@ class Networks:
             grad = low.rows(outputs.size) if outputs.needs else None
             self._loss(low, outputs, 0, grad)
         else:
-            low.emit(Operation.STORE, outputs.rows, Place(Space.OUTPUTS, 0, outputs.size), sizes=(outputs.size,))
+            low.emit(Operation.STORE, outputs.rows, Place(Space.OUTPUTS, 0, outputs.size), sizes=(outputs.size,) * 2)
             low.a.barrier()
             grad = low.rows(outputs.size) if outputs.needs else None
             if grad is not None:
@@ -264,13 +264,14 @@ class Networks:
             for row in rows
         ]
         outputs = self._forward(low, seeds, states)
-        state_of = {id(value): k for k, value in enumerate(dict.fromkeys(outputs))}
-        for k, value in enumerate(dict.fromkeys(outputs)):
+        distinct = list(dict.fromkeys(outputs))
+        state_of = {id(value): k for k, value in enumerate(distinct)}
+        for k, value in enumerate(distinct):
             if self.computes_loss:
                 self._loss(low, value, k, None)
             else:
                 place = Place(Space.OUTPUTS, k * value.size, value.size)
-                low.emit(Operation.STORE, value.rows, place, sizes=(value.size,))
+                low.emit(Operation.STORE, value.rows, place, sizes=(value.size, len(distinct) * value.size))
         return low.a.program(), tuple(state_of[id(value)] for value in outputs)
 
     def _forward(self, low: Lowering, seeds: Mapping[str, ActiveSeed], states: Sequence[State]) -> list[Value]:

@@ -1,12 +1,11 @@
-"""Rules of sequences: embeddings, attention, products of values, sums of the past, constant masks, keyed dropout."""
+"""Rules of sequences: embeddings, attention, products of values, sums of the past, masks, keyed dropout."""
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, fx
@@ -14,9 +13,21 @@ from torch import Tensor, fx
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import linear
+from esper.tolaria.executors.native.layers import softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
-from esper.tolaria.executors.native.rules import add, batched, expand, mul, permute, reshaped, squeeze, total, unsqueeze
+from esper.tolaria.executors.native.rules import (
+    add,
+    batched,
+    expand,
+    mul,
+    permute,
+    reshaped,
+    squeeze,
+    total,
+    transpose,
+    unsqueeze,
+)
 from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten
 
 _PART: Final = 32
@@ -47,6 +58,14 @@ def embedding(low: Lowering, weight: Any, tokens: Any, padding_idx: int = -1, sc
     return low.result(y, backward, w)
 
 
+@rule("one_hot.default")
+def one_hot(low: Lowering, tokens: Any, classes: int = -1) -> Value:
+    """A row of an identity matrix for each token."""
+    if classes < 0:
+        raise low.refuse("a number of classes that depends on the tokens")
+    return embedding(low, torch.eye(classes), tokens)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -55,23 +74,27 @@ def _draw_of(p: float) -> tuple[float, float]:
     return float(min(round(p * 2**16), 2**16 - 1) - 2**15), 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
-def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Tensor | None, causal: bool, scale: float | None,
+def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None,
             p: float = 0.0) -> Value:  # fmt: skip
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if scale <= 0.0:  # PyTorch takes its root, or does not
+        raise low.refuse(f"attention with a scale of {scale}")
     values = [low.value(x) for x in (q, k, v)]
     q, k, v = (batched(low, x, values) for x in values)
-    if len({len(x.shape) for x in (q, k, v)}) > 1 or len(q.shape) < 2:
-        raise low.refuse(f"queries, keys and values of shape {q.shape}, {k.shape} and {v.shape}")
-    if len({(x.axis, x.outer, x.shape[:-2], x.shape[-1]) for x in (q, k, v)}) > 1 or k.shape != v.shape:
-        raise low.refuse(f"queries, keys and values of shape {q.shape}, {k.shape} and {v.shape}")
-    if q.axis is not None and q.axis >= len(q.shape) - 2:
+    if any(x.axis is not None and x.axis >= len(x.shape) - 2 for x in (q, k, v)):
         raise low.refuse("attention between examples")
+    alike = len({(x.axis, x.outer, x.shape[:-2], x.shape[-1]) for x in (q, k, v)}) == 1 and k.shape == v.shape
+    if not alike or isinstance(mask, Value | Weight):
+        if p > 0.0:
+            raise low.refuse(f"attention with dropout of {q.shape} to {k.shape}")
+        return _written_out(low, q, k, v, mask, causal, scale)
     queries, keys, size = q.shape[-2], k.shape[-2], q.shape[-1]
     heads = math.prod(q.dims[:-2])
     own_masks, place = False, None
     if mask is not None:
         mask, own_masks = _score_mask(low, mask, q, (queries, keys), heads)
         place = low.constants.place(mask)
-    masks, numbers = None, (1.0 / math.sqrt(size) if scale is None else float(scale),)
+    masks, numbers = None, (scale,)
     if p > 0.0:
         masks = low.next_masks(-(-queries // _PART))
         numbers = (*numbers, *_draw_of(p))
@@ -95,10 +118,24 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Tensor | None, causal: 
     return low.result(y, backward, q, k, v)
 
 
-def _score_mask(low: Lowering, mask: Any, q: Value, shape: Dims, heads: int) -> tuple[Tensor, bool]:
+def _written_out(low: Lowering, q: Value, k: Value, v: Value, mask: Any, causal: bool, scale: float) -> Value:
+    """Attention by a product, softmax, and another product."""
+    scores = mul(low, matmul(low, q, transpose(low, k, -1, -2)), scale)
+    if causal:
+        scores = _select(low, torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), scores, -math.inf)
+    if isinstance(mask, Mask) or (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        scores = _select(low, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = add(low, scores, mask)
+    weights = softmax(low, scores, -1)
+    if mask is not None:  # a query without keys gets zeros
+        seen = total(low, _compared(low, scores, -math.inf, 1), -1, True, mean=False)
+        weights = _select(low, _compared(low, seen, 0.0, 0), 0.0, weights)
+    return matmul(low, weights, v)
+
+
+def _score_mask(low: Lowering, mask: Tensor, q: Value, shape: Dims, heads: int) -> tuple[Tensor, bool]:
     """What is added to the scores, [T, S] or [heads, T, S]; and whether it is of each head."""
-    if not isinstance(mask, Tensor):
-        raise low.refuse("a mask of attention that is not constant")
     if mask.dtype == torch.bool:
         if not mask.any(dim=-1).all():
             raise low.refuse("a mask of attention that leaves a query no key")
@@ -343,37 +380,60 @@ def cumsum(low: Lowering, x: Any, dim: int, *, dtype: torch.dtype | None = None)
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Mask(Value):
+    """A value that PyTorch sees as true or false: 1 or 0."""
+
+
 def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
-    """`a` where a constant mask is True, else `b`; one of them may be a number."""
-    if not isinstance(mask, Tensor):
-        raise low.refuse("a mask that is not constant")
+    """`a` where a mask is True, else `b`; one of them may be a number."""
+    if not isinstance(mask, Tensor | Mask):
+        raise low.refuse("a mask that is no comparison")
     numbers = [None if isinstance(x, Value | Weight) else low.number(x) for x in (a, b)]
     if None not in numbers:
         raise low.refuse("a choice between two numbers")
-    values = [None if number is not None else low.value(x) for x, number in zip((a, b), numbers, strict=True)]
-    shape = torch.broadcast_shapes(mask.shape, *(x.shape for x in values if x is not None))
-    like = next((x for x in values if x is not None and x.axis is not None), None)
-    values = [None if x is None else expand(low, x if like is None else _with_axis(low, x, like), shape) for x in values]
-    first, *others = [x for x in values if x is not None]
-    if any((x.shape, x.axis, x.outer) != (first.shape, first.axis, first.outer) for x in others) or first.shape != shape:
-        raise low.refuse("tensors whose examples lie along other axes")
-    own = mask.reshape(*(1,) * (len(shape) - mask.dim()), *mask.shape)
-    if first.axis is not None and own.shape[first.axis] != 1:
-        raise low.refuse("a mask with an entry for each example of a batch")
-    place = low.constants.place(own.expand(first.dims).contiguous())
+    given = [None if number is not None else low.value(x) for x, number in zip((a, b), numbers, strict=True)]
+    shape, values = _together(low, [*given, mask if isinstance(mask, Mask) else None], mask.shape)
+    *values, rows = values
+    first = next(x for x in values if x is not None)
+    if rows is None:
+        own = mask.reshape(*(1,) * (len(shape) - len(mask.shape)), *mask.shape)
+        if first.axis is not None and own.shape[first.axis] != 1:
+            raise low.refuse("a mask with an entry for each example of a batch")
+        place: Place | Rows = low.constants.place(own.expand(first.dims).contiguous())
+    else:
+        place = rows.rows
     y, number = low.like(first), next((n for n in numbers if n is not None), 0.0)
 
     def emit(x: Rows | None, z: Rows | None, to: Rows, number: float) -> None:
-        low.emit(Operation.SELECT, place, x, z, to, sizes=(first.size,), numbers=(number,))
+        low.emit(Operation.SELECT, place, x, z, to, sizes=(first.size,), flag=rows is not None, numbers=(number,))
 
-    emit(*(None if x is None else x.rows for x in values), y.rows, number)  # type: ignore[misc]
+    one, other = (None if x is None else x.rows for x in values)
+    emit(one, other, y.rows, number)
 
     def backward(g: Rows) -> None:
-        for k, x in enumerate(values):
-            if x is not None:
-                low.into(x, lambda grad, k=k: emit(*((g, None) if k == 0 else (None, g)), grad, 0.0))  # type: ignore[misc]
+        if values[0] is not None:
+            low.into(values[0], lambda grad: emit(g, None, grad, 0.0))
+        if values[1] is not None:
+            low.into(values[1], lambda grad: emit(None, g, grad, 0.0))
 
     return low.result(y, backward, *values)
+
+
+def _together(
+    low: Lowering, values: Sequence[Value | None], shape: Sequence[int] = ()
+) -> tuple[Dims, list[Value | None]]:
+    """All values, and a constant of this shape, broadcast to one shape."""
+    full = tuple(torch.broadcast_shapes(shape, *(x.shape for x in values if x is not None)))
+    like = next((x for x in values if x is not None and x.axis is not None), None)
+    padded = None if like is None else low.view(
+        like, (*(1,) * (len(full) - len(like.shape)), *like.shape), len(full) - len(like.shape) + like.axis, like.outer  # type: ignore[operator]
+    )  # fmt: skip
+    found = [x and expand(low, x if padded is None else _with_axis(low, x, padded), full) for x in values]
+    first, *others = [x for x in found if x is not None]
+    if any((x.shape, x.axis, x.outer) != (first.shape, first.axis, first.outer) for x in others) or first.shape != full:
+        raise low.refuse("tensors whose examples lie along other axes")
+    return full, found
 
 
 def _with_axis(low: Lowering, x: Value, like: Value) -> Value:
@@ -398,6 +458,43 @@ def masked_fill(low: Lowering, x: Any, mask: Any, value: Any) -> Value:
     return _select(low, mask, number, low.value(x))
 
 
+_COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
+"""In the order of `Comparison` in sequences.h."""
+
+
+def _compared(low: Lowering, a: Value, b: Value | float, kind: int) -> Mask:
+    y = Mask(low.rows(a.size), a.shape, a.axis, a.outer)
+    other = b.rows if isinstance(b, Value) else None
+    low.emit(Operation.COMPARE, a.rows, other, y.rows, sizes=(a.size,), flag=kind,
+             numbers=(0.0 if isinstance(b, Value) else b,))  # fmt: skip
+    return y
+
+
+def _comparison(kind: int) -> Callable[[Lowering, Any, Any], Value]:
+    def compare(low: Lowering, a: Any, b: Any) -> Value:
+        number = low.number(b)
+        if number is not None:
+            return _compared(low, low.value(a), number, kind)
+        _, (first, second) = _together(low, [low.value(a), low.value(b)])
+        assert first is not None
+        assert second is not None
+        return _compared(low, first, second, kind)
+
+    return compare
+
+
+for _kind, _name in enumerate(_COMPARISONS):
+    rule(f"{_name}.Scalar", f"{_name}.Tensor")(_comparison(_kind))
+
+
+@rule("bitwise_not.default", "logical_not.default")
+def negated(low: Lowering, x: Any) -> Value:
+    """Where a mask is False."""
+    if not isinstance(x, Mask):
+        raise low.refuse("a mask that is no comparison")
+    return _compared(low, x, 0.0, 0)
+
+
 def _triangle(low: Lowering, x: Any, mask: Tensor) -> Value:
     return _select(low, mask, low.value(x), 0.0)
 
@@ -412,6 +509,17 @@ def tril(low: Lowering, x: Any, diagonal: int = 0) -> Value:
 def triu(low: Lowering, x: Any, diagonal: int = 0) -> Value:
     """The upper triangles of matrices."""
     return _triangle(low, x, torch.ones(x.shape[-2:], dtype=torch.bool).triu(diagonal))
+
+
+@rule("repeat.default")
+def repeat(low: Lowering, x: Any, repeats: Sequence[int]) -> Value:
+    """Copies along axes of size 1."""
+    x = low.value(x)
+    while len(x.shape) < len(repeats):
+        x = unsqueeze(low, x, 0)
+    if any(times > 1 and size > 1 for times, size in zip(repeats, x.shape, strict=True)):
+        raise low.refuse(f"a repetition of {x.shape}, {tuple(repeats)} times")
+    return expand(low, x, [times * size for times, size in zip(repeats, x.shape, strict=True)])
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

@@ -319,6 +319,14 @@ def test_parts_of_examples_may_be_normalized_as_if_they_were_examples(norm):
 
 
 STATISTICS = {
+    "largest": lambda x: (
+        x.amax((2, 3), keepdim=True) + F.relu(x).amax(1, keepdim=True) + F.relu(x).amax((1, 2, 3), True)
+    ),
+    "smallest": lambda x: x.amin(2) + F.relu(x).min(2)[0],
+    "first of the largest": lambda x: x.max(1)[0] + F.relu(x).max(1)[0],
+    "larger": lambda x: torch.maximum(x, x.flip(1)) + torch.maximum(F.relu(x), x.mean(1, keepdim=True) * 0.0),
+    "smaller": lambda x: torch.minimum(x, x.mean(1, keepdim=True)),
+    "logsumexp": lambda x: x.logsumexp((2, 3), keepdim=True) + x.logsumexp(1, keepdim=True),
     "normalize": lambda x: F.normalize(x, dim=1) + F.normalize(x, p=1, dim=2),
     "norm": lambda x: x.norm(dim=1),
     "nothing to normalize": lambda x: F.normalize(F.relu(x - 9), dim=1) + F.relu(x - 9).std(1, keepdim=True),

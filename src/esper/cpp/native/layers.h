@@ -7,14 +7,16 @@
 #include "lanes.h"
 
 #include <algorithm>
+#include <vector>
 
 // X(name, operands): see program.cpp.
 #define ESPER_LAYERS(X)                                                                                                \
     X(BATCH_NORM, "xxxxxXXxx") X(BATCH_NORM_BACKWARD, "xxxxxXxxxxx") X(BATCH_NORM_FIXED, "xxxxxxx")                    \
     X(BATCH_NORM_FIXED_BACKWARD, "xxxxxxxxxx") X(GROUP_NORM, "xxxxxxx") X(GROUP_NORM_BACKWARD, "xxxxxxxxxxx")          \
     X(ACTIVATE, "xx") X(ACTIVATE_BACKWARD, "xx") X(PRELU, "xxx") X(PRELU_BACKWARD, "xxxx") X(SOFTMAX, "xx")            \
-    X(SOFTMAX_BACKWARD, "xx") X(MAX_POOL, "xxx") X(MAX_POOL_BACKWARD, "xxx") X(AVERAGE_POOL, "xx")                     \
-    X(AVERAGE_POOL_BACKWARD, "xx") X(RESIZE, "xx") X(RESIZE_BACKWARD, "xx")
+    X(SOFTMAX_BACKWARD, "xx") X(REDUCE, "xx") X(REDUCE_BACKWARD, "xxxx") X(MAX_POOL, "xxx")                            \
+    X(MAX_POOL_BACKWARD, "xxx") X(AVERAGE_POOL, "xx") X(AVERAGE_POOL_BACKWARD, "xx") X(RESIZE, "xx")                   \
+    X(RESIZE_BACKWARD, "xx")
 
 namespace esper {
 
@@ -645,24 +647,25 @@ template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
 
 // -- softmax ----------------------------------------------------------------------------------------------------------
 
-// n = {outer, size, inner}: over the middle axis; flag: its logarithm. Sixteen lanes at a time.
+// n = {outer, size, inner}: over the middle axis, sixteen lanes at a time. flag: its logarithm.
 constexpr int SIDE = 16;
 
 #define ESPER_EACH_OF_SIDE _Pragma("omp simd") for (int i = 0; i < SIDE; ++i)
 
-// Calls use(row, lanes) for the first row of each softmax, sixteen lanes at a time.
-template <class T, class Use> void each_softmax(const Call<T>& c, Use use) {
+// Calls use(first row, row without the middle axis, lanes), both with their lanes.
+template <class T, class Use> void each_line(const Call<T>& c, Use use) {
     const int stride = c.chunk.stride;
     for (int o = 0; o < c.n[0]; ++o)
         for (int k = 0; k < c.n[2]; ++k)
             for (int at = 0; at < stride; at += SIDE)
-                use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at, c.chunk.lanes - at);
+                use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at,
+                    (static_cast<int64_t>(o) * c.n[2] + k) * stride + at, c.chunk.lanes - at);
 }
 
 template <class T> void run_SOFTMAX(const Call<T>& c) {
     const int size = c.n[1];
     const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
-    each_softmax(c, [&](int64_t begin, int lanes) {
+    each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* x = c.p[0] + begin;
         T* y = c.p[1] + begin;
         T best[SIDE], sum[SIDE] = {};
@@ -695,7 +698,7 @@ template <class T> void run_SOFTMAX(const Call<T>& c) {
 template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
     const int size = c.n[1];
     const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
-    each_softmax(c, [&](int64_t begin, int lanes) {
+    each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* y = c.p[0] + begin;
         T* g = c.p[1] + begin;
         T sum[SIDE] = {};
@@ -708,6 +711,56 @@ template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
                 const T value = c.flag ? own - exp_of(of) * sum[i] : of * (own - sum[i]);
                 g[j * step + i] = i < lanes ? value : T(0);
             }
+        }
+    });
+}
+
+enum Reduction { LARGEST, SMALLEST, LOG_SUM };
+
+// n as above: the largest or smallest number along the middle axis (NaN wins), or the logarithm of the sum of
+// exponentials.
+// p = {x, y}
+template <class T> void run_REDUCE(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    const T sign = c.flag == SMALLEST ? T(-1) : T(1);
+    each_line(c, [&](int64_t begin, int64_t out, int lanes) {
+        const T* x = c.p[0] + begin;
+        T best[SIDE], sum[SIDE] = {};
+        ESPER_EACH_OF_SIDE best[i] = sign * x[i];
+        for (int j = 1; j < size; ++j) {
+            ESPER_EACH_OF_SIDE best[i] = later_wins(best[i], sign * x[j * step + i]) ? sign * x[j * step + i] : best[i];
+        }
+        if (c.flag == LOG_SUM) {  // an infinite number is the sum
+            for (int j = 0; j < size; ++j) {
+                ESPER_EACH_OF_SIDE sum[i] += exp_of(x[j * step + i] - best[i]);
+            }
+            ESPER_EACH_OF_SIDE best[i] += best[i] - best[i] == T(0) ? log_of(sum[i]) : T(0);
+        }
+        ESPER_EACH_OF_SIDE c.p[1][out + i] = i < lanes ? sign * best[i] : T(0);
+    });
+}
+
+// p = {x, y, g, gradient of x}. Equal extremes share the gradient, or the first one gets it (number[0]).
+template <class T> void run_REDUCE_BACKWARD(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    const bool first = c.number[0] != 0.0;
+    each_line(c, [&](int64_t begin, int64_t out, int lanes) {
+        const T *x = c.p[0] + begin, *y = c.p[1] + out, *g = c.p[2] + out;
+        T* grad = c.p[3] + begin;
+        T count[SIDE] = {};
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE {
+                const T own = x[j * step + i], share = c.flag == LOG_SUM ? exp_of(own - y[i])
+                                                       : own == y[i] || (own != own && y[i] != y[i]) ? T(1) : T(0);
+                grad[j * step + i] = first && count[i] > T(0) ? T(0) : share;
+                count[i] += share;
+            }
+        }
+        ESPER_EACH_OF_SIDE count[i] = i < lanes ? (first || c.flag == LOG_SUM ? g[i] : g[i] / count[i]) : T(0);
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE grad[j * step + i] = i < lanes ? grad[j * step + i] * count[i] : T(0);
         }
     });
 }
@@ -930,12 +983,14 @@ template <class T> Between<T> between(int rule, int size, double step, int i) {
 // Calls use(rows of the input's corners, their shares, row of the output).
 template <class T, class Use> void each_resized(const Call<T>& c, Use use) {
     const int channels = c.n[0], height = c.n[1], width_ = c.n[2], rows = c.n[3], columns = c.n[4];
+    std::vector<Between<T>> of_column(columns);
+    for (int j = 0; j < columns; ++j) of_column[j] = between<T>(c.flag, width_, c.number[1], j);
     int64_t out = 0;
     for (int k = 0; k < channels; ++k)
         for (int i = 0; i < rows; ++i) {
             const Between<T> y = between<T>(c.flag, height, c.number[0], i);
             for (int j = 0; j < columns; ++j, ++out) {
-                const Between<T> x = between<T>(c.flag, width_, c.number[1], j);
+                const Between<T> x = of_column[j];
                 const int64_t upper = (static_cast<int64_t>(k) * height + y.first) * width_;
                 const int64_t lower = (static_cast<int64_t>(k) * height + y.second) * width_;
                 const int64_t corner[4] = {upper + x.first, upper + x.second, lower + x.first, lower + x.second};
@@ -953,7 +1008,7 @@ template <class T> void run_RESIZE(const Call<T>& c) {
         T* y = c.p[1] + out * stride;
         const T *a = c.p[0] + corner[0] * stride, *b = c.p[0] + corner[1] * stride;
         if (c.flag <= NEAREST_EXACT) {
-            std::memcpy(y, a, sizeof(T) * lanes);
+            ESPER_EACH_LANE y[lane] = a[lane];
             return;
         }
         const T *d = c.p[0] + corner[2] * stride, *e = c.p[0] + corner[3] * stride;

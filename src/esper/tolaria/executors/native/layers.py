@@ -23,6 +23,7 @@ from esper.tolaria.executors.native.lowering import (
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     affine,
+    broadcast,
     cat,
     mul,
     permute,
@@ -412,7 +413,8 @@ def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: An
     if x.axis != 0:
         raise low.refuse("features whose first axis is not that of the examples")
     channels = x.shape[1]
-    low.a.normalizes(x.dims[1:], groups=groups)
+    if x.leads:
+        low.a.normalizes(x.features, groups=groups)
     sizes = x.dims[0] * groups, channels // groups, x.size // (x.dims[0] * channels), groups
     return _normalize(low, x, sizes, weight, bias, (channels,), eps, **after)
 
@@ -469,7 +471,80 @@ def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tup
     return mul(low, normalize(low, *arguments, simple=simple), gamma)
 
 
-# -- other statistics --------------------------------------------------------------------------------------------------
+# -- extremes and other statistics -------------------------------------------------------------------------------------
+
+
+_LARGEST, _SMALLEST, _LOG_SUM = range(3)
+"""Kinds of REDUCE."""
+
+
+def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first: bool = False) -> Value:
+    """Over axes that follow each other."""
+    x = low.value(x)
+    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    gone = sorted({d % len(x.shape) for d in every})
+    if x.axis in gone:
+        raise low.refuse("numbers of several examples as one")
+    if any(x.dims[d] != 1 for d in range(gone[0], gone[-1] + 1) if d not in gone):
+        raise low.refuse("extremes over axes that do not follow each other")
+    sizes = tuple(math.prod(x.dims[a:b]) for a, b in ((0, gone[0]), (gone[0], gone[-1] + 1), (gone[-1] + 1, None)))
+    y = replace(x, rows=Rows(0, 0), shape=tuple(1 if d in gone else n for d, n in enumerate(x.shape)), needs=False)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.REDUCE, x.rows, y.rows, sizes=sizes, flag=kind)
+
+    def backward(g: Rows) -> None:
+        operands, numbers = (x.rows, y.rows, g), (float(first),)
+        low.into(
+            x,
+            lambda grad: low.emit(Operation.REDUCE_BACKWARD, *operands, grad, sizes=sizes, flag=kind, numbers=numbers),
+        )
+
+    found = low.result(y, backward, x)
+    if keepdim:
+        return found
+    shape = tuple(n for d, n in enumerate(y.shape) if d not in gone)
+    return low.view(found, shape, None if x.axis is None else x.axis - sum(d < x.axis for d in gone), x.outer)
+
+
+@rule("amax.default")
+def amax(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LARGEST)
+
+
+@rule("amin.default")
+def amin(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _SMALLEST)
+
+
+@rule("max.dim")
+def max_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _LARGEST, first=True), None
+
+
+@rule("min.dim")
+def min_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _SMALLEST, first=True), None
+
+
+@rule("logsumexp.default")
+def logsumexp(low: Lowering, x: Any, dim: Any, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LOG_SUM)
+
+
+def _of_two(low: Lowering, a: Any, b: Any, kind: int) -> Value:
+    a, b, like = broadcast(low, low.value(a), low.value(b))
+    both = [RULES[aten.unsqueeze.default](low, RULES[aten.expand.default](low, x, like.shape), 0) for x in (a, b)]
+    return _reduce(low, cat(low, both, 0), 0, False, kind)
+
+
+@rule("maximum.default", "max.other")
+def maximum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _LARGEST)
+
+
+@rule("minimum.default", "min.other")
+def minimum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _SMALLEST)
 
 
 @rule("linalg_vector_norm.default")
@@ -567,9 +642,8 @@ def _keeps(first: fx.Node, last: fx.Node) -> bool:
     node = first.next
     while node is not last:
         schema = getattr(node.target, "_schema", None)
-        if node.target is torch._C._set_grad_enabled or (
-            node.target is first.target and node.args[3:5] == first.args[3:5]
-        ):
+        same = node.target is first.target is aten.batch_norm.default and node.args[3] is first.args[3]
+        if node.target is torch._C._set_grad_enabled or (same and node.args[3] is not None):
             return False
         if schema is not None and schema.is_mutable:
             root = node.args[0]

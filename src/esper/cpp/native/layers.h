@@ -586,59 +586,74 @@ template <class T> void run_GROUP_NORM(const Call<T>& c) {
     });
 }
 
-// p = {x, weight, bias, gamma, mean, rstd, g (in place), gradients of weight, bias and gamma, scratch}
+// The backward pass of group k for VS vectors of lanes, from `at` on; see run_GROUP_NORM_BACKWARD.
+template <class T, int VS, class F> void group_norm_backward(const Call<T>& c, Groups n, F f, int k, int at) {
+    constexpr int W = width<T>();
+    const int stride = c.chunk.stride, left = c.chunk.lanes - at;
+    const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3];
+    const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at, stats = int64_t(k) * stride + at;
+    wide<T> center[VS] = {}, scale[VS], first[VS] = {}, second[VS] = {};
+    for (int v = 0; v < VS; ++v) {
+        if (c.p[4]) center[v] = load(c.p[4] + stats + v * W);
+        scale[v] = load(c.p[5] + stats + v * W);
+    }
+    const T* row = c.p[0] + begin;
+    T* grad = c.p[6] + begin;
+    for (int j = 0; j < n.channels; ++j) {
+        const int of = n.weight_of(k, j);
+        const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+        wide<T> of_weight[VS] = {}, of_bias[VS] = {}, of_gamma[VS] = {};
+        for (int m = 0; m < n.space; ++m, row += stride, grad += stride)
+            for (int v = 0; v < VS; ++v) {
+                const wide<T> normed = (load(row + v * W) - center[v]) * scale[v];
+                wide<T> inner = load(grad + v * W);
+                if (F::function != IDENTITY || gamma) {
+                    const wide<T> argument = normed * w + shift;
+                    if (gamma) {
+                        of_gamma[v] += inner * value_of<T>(f, argument);
+                        inner *= factor;
+                    }
+                    inner = slope_of<T>(f, argument, inner);
+                }
+                of_weight[v] += inner * normed;
+                of_bias[v] += inner;
+                store<T>(grad + v * W, inner * w);
+            }
+        T* sum = c.p[10] + static_cast<int64_t>(of) * 3 * W;
+        for (int v = 0; v < VS; ++v) {
+            first[v] += of_bias[v] * w;
+            second[v] += of_weight[v] * w;
+            store<T>(sum, load(sum) + of_weight[v]);
+            store<T>(sum + W, load(sum + W) + of_bias[v]);
+            if (gamma) store<T>(sum + 2 * W, load(sum + 2 * W) + of_gamma[v]);
+        }
+    }
+    const T count = T(n.channels) * n.space;
+    for (int v = 0; v < VS; ++v) {
+        first[v] = c.p[4] ? first[v] / count : wide<T>{};
+        second[v] /= count;
+    }
+    row = c.p[0] + begin, grad = c.p[6] + begin;
+    for (int r = 0; r < n.channels * n.space; ++r, row += stride, grad += stride)
+        for (int v = 0; v < VS; ++v) {
+            const wide<T> normed = (load(row + v * W) - center[v]) * scale[v];
+            store_lanes<T>(grad + v * W, scale[v] * (load(grad + v * W) - first[v] - normed * second[v]), left - v * W);
+        }
+}
+
+// p = {x, weight, bias, gamma, mean, rstd, g (in place), gradients of weight, bias and gamma, scratch}. In scratch are
+// gradients before the lanes are added up: [weights][3][width].
 template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
     constexpr int W = width<T>();
     const Groups n = groups_of(c.n);
-    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
-    const T count = T(n.channels) * n.space;
-    const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3], *mean = c.p[4], *rstd = c.p[5];
-    T* sums = c.p[10];  // [weights][3][W]: gradients, before lanes are added up
-    const int64_t all = static_cast<int64_t>(n.weights()) * 3 * W;
-    std::memset(sums, 0, sizeof(T) * all);
+    T* sums = c.p[10];
+    std::memset(sums, 0, sizeof(T) * n.weights() * 3 * W);
     with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
-        for (int k = 0; k < n.groups; ++k)
-            for (int at = 0; at < stride; at += W) {
-                const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at;
-                const wide<T> center = mean ? load(mean + k * stride + at) : wide<T>{};
-                const wide<T> scale = load(rstd + k * stride + at);
-                wide<T> first = {}, second = {};
-                const T* row = c.p[0] + begin;
-                T* grad = c.p[6] + begin;
-                for (int j = 0; j < n.channels; ++j) {
-                    const int of = n.weight_of(k, j);
-                    const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
-                    const T factor = gamma ? gamma[of] : T(1);
-                    wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
-                    for (int m = 0; m < n.space; ++m, row += stride, grad += stride) {
-                        const wide<T> normed = (load(row) - center) * scale;
-                        wide<T> inner = load(grad);
-                        if (f.function != IDENTITY || gamma) {
-                            const wide<T> argument = normed * w + shift;
-                            if (gamma) {
-                                of_gamma += inner * value_of<T>(f, argument);
-                                inner *= factor;
-                            }
-                            inner = slope_of<T>(f, argument, inner);
-                        }
-                        of_weight += inner * normed;
-                        of_bias += inner;
-                        store<T>(grad, inner * w);
-                    }
-                    first += of_bias * w;
-                    second += of_weight * w;
-                    T* sum = sums + static_cast<int64_t>(of) * 3 * W;
-                    store<T>(sum, load(sum) + of_weight);
-                    store<T>(sum + W, load(sum + W) + of_bias);
-                    if (gamma) store<T>(sum + 2 * W, load(sum + 2 * W) + of_gamma);
-                }
-                const wide<T> a = mean ? first / count : wide<T>{}, b = second / count;
-                row = c.p[0] + begin, grad = c.p[6] + begin;
-                for (int r = 0; r < n.channels * n.space; ++r, row += stride, grad += stride) {
-                    const wide<T> normed = (load(row) - center) * scale;
-                    store_lanes<T>(grad, scale * (load(grad) - a - normed * b), lanes - at);
-                }
-            }
+        for (int k = 0; k < n.groups; ++k) {
+            int at = 0;
+            for (; at + 2 * W <= c.chunk.stride; at += 2 * W) group_norm_backward<T, 2>(c, n, f, k, at);
+            for (; at < c.chunk.stride; at += W) group_norm_backward<T, 1>(c, n, f, k, at);
+        }
     });
     for (int of = 0; of < n.weights(); ++of, sums += 3 * W)
         for (int which = 0; which < 3; ++which)

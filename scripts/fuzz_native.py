@@ -32,7 +32,6 @@ from typing import Literal
 
 import torch
 import tyro
-from random_networks import Network, Plan, Refused, Step, check, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
@@ -42,6 +41,7 @@ from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.compare import TOLERANCE, Outcome, by_instructions, by_torch
 from esper.tolaria.executors.native.machine import cached_library
 from esper.tolaria.executors.native.trace import NoRuleError, trace
+from random_networks import Network, Plan, Refused, Step, check, draw
 
 CHUNK, LARGEST_BATCH = 16, 40
 _OF_FLOAT, _TIMES = 2e-5, 20.0
@@ -186,7 +186,7 @@ def differs(plan: Plan) -> str | None:
     for training, batch, chunk in ((True, few, None), (False, few, None), (True, many, CHUNK), (False, many, CHUNK)):
         exact = subject.plain(batch, torch.float64, training=training)
         given = {"training": training, "draw": 0, "chunk": chunk}
-        where = f"in {'training' if training else 'evaluation'}, {batch} examples{chunk and ' in chunks' or ''}"
+        where = f"in {'training' if training else 'evaluation'}, {batch} examples{(chunk and ' in chunks') or ''}"
         found = subject.native(batch, torch.float64, **given)  # type: ignore[arg-type]
         if words := _unlike(subject, found, exact, lambda name, scale: TOLERANCE * scale):
             return f"{words} {where}, float64"
@@ -215,7 +215,7 @@ def _means_the_same_alone(subject: Subject) -> bool:
         subject.plain(1, torch.float64, training=True)
         x = subject.plan.inputs(1, 0, torch.float64)
         both = by_torch(subject.template, subject.row, subject.buffers, torch.cat([x, x]), training=False).outputs
-    except Exception:  # noqa: BLE001 -- PyTorch refuses it
+    except Exception:
         return False
     return alone.shape[0] == 1 and torch.allclose(alone[0], both[0])
 
@@ -296,7 +296,7 @@ def one(seed: int, k: int, look: Callable[[Plan], str | None]) -> tuple[Found, P
                 return found("refused")
             plan = smaller
         words = look(plan)
-    except Exception:  # noqa: BLE001 -- it is reported
+    except Exception:
         return found("exception", traceback.format_exc(limit=-4))
     return found("ran") if words is None else found("difference", words)
 
@@ -403,7 +403,7 @@ def reduced(plan: Plan, status: Status, look: Callable[[Plan], str | None]) -> t
                 pipe.send((("difference", look(smaller)),))
             except NoRuleError:
                 pipe.send((("difference", None),))
-            except Exception:  # noqa: BLE001
+            except Exception:
                 pipe.send((("exception", traceback.format_exc(limit=-4)),))
 
         for message in in_process(work):

@@ -24,7 +24,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, fx
@@ -108,14 +108,15 @@ class Weight:
 
 Backward = Callable[[Rows], None]
 Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 """By the target of a node."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[R], R]:
     """Register a rule for aten operations with these names, such as "add.Tensor"."""
 
-    def register(found: Rule) -> Rule:
+    def register(found: R) -> R:
         for name in names:
             packet, overload = name.split(".")
             RULES[getattr(getattr(torch.ops.aten, packet), overload)] = found
@@ -124,10 +125,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def rule_of(target: Any) -> Callable[[Rule], Rule]:
+def rule_of(target: Any) -> Callable[[R], R]:
     """Register a rule for a target of a fusion, or any other operation."""
 
-    def register(found: Rule) -> Rule:
+    def register(found: R) -> R:
         RULES[target] = found
         return found
 

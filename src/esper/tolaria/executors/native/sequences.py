@@ -28,11 +28,7 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-<<<<<<< HEAD
-from esper.tolaria.executors.native.trace import FUSIONS, aten, part
-=======
 from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten
->>>>>>> w-sequences
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""

@@ -451,6 +451,7 @@ def in_process(work: Callable[[Connection], None], timeout: float = _SECONDS) ->
 
         def run() -> None:
             os.dup2(log.fileno(), 2)
+            warnings.simplefilter("ignore")
             torch.set_num_threads(1)
             work(theirs)
 
@@ -604,7 +605,6 @@ def main(options: Options) -> int:
     """Compare and print; returns 1 if anything was found."""
     if options.sanitize and os.environ.get("ESPER_CXXFLAGS") != SANITIZED:
         return sanitized()
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     look = both if options.steps else differs
     print(f"seed {options.seed}")

@@ -8,6 +8,7 @@ that shapes fit and numbers stay small.
 """
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -612,14 +613,15 @@ def _wrapped(r: random.Random, code: str) -> str:
 
 def draw(seed: int, k: int) -> Plan:
     """The k-th network of a seed, which PyTorch trains and runs."""
-    for attempt in range(100):
-        r = random.Random(f"{seed} {k} {attempt}")
-        try:
-            plan = _draw(r)
-            check(plan)
-        except Refused:
-            continue
-        return plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of PyTorch about odd layers
+        for attempt in range(100):
+            try:
+                plan = _draw(random.Random(f"{seed} {k} {attempt}"))
+                check(plan)
+            except Refused:
+                continue
+            return plan
     raise AssertionError("no network was found")
 
 
@@ -704,6 +706,6 @@ def _run(plan: Plan, dtype: torch.dtype) -> Iterator[Tensor]:
     out = network(x.clone())
     if out.dim() < 2 or len(out) != 7:
         raise Refused("not a batch")
-    yield out
+    yield out.detach()
     wanted = [p for p in network.parameters() if p.requires_grad] + ([] if plan.vocabulary else [x])
     yield from torch.autograd.grad(out.sum(), wanted, allow_unused=True, materialize_grads=True)

@@ -148,7 +148,13 @@ class GPT(nn.Module):
     """Tokens [B, T] -> logits [B, T, vocabulary], with a tied output."""
 
     def __init__(
-        self, dropout: float = 0.0, width: int = 64, layers: int = 4, heads: int = 4, context: int = 128, vocabulary: int = 65
+        self,
+        dropout: float = 0.0,
+        width: int = 64,
+        layers: int = 4,
+        heads: int = 4,
+        context: int = 128,
+        vocabulary: int = 65,
     ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)

@@ -430,7 +430,7 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
 
     hosts = Hosts.build(case, task_of(case, options), "native", 1)
     assert isinstance(hosts.executor, NativeExecutor)
-    networks, population, r = hosts.executor._networks, hosts.executor.population, random.Random(0)  # noqa: SLF001
+    networks, population, r = hosts.executor._networks, hosts.executor.population, random.Random(0)
     known = [index for _, index in population.seed_kinds if registry.names()[index] not in networks.refused]
     times = []
     for _ in range(count):
@@ -440,11 +440,11 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
                 algorithm, trainable = r.choice((Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)), r.random() < 0.7
                 row[:] = r.choice(known), algorithm, True, trainable, trainable and algorithm == Algorithm.GATE
         began = time.perf_counter()
-        networks._write_training(code.tobytes())  # noqa: SLF001
+        networks._write_training(code.tobytes())
         times.append(1e3 * (time.perf_counter() - began))
     bare = np.full((len(case.slots), 5), -1, dtype=np.int64).tobytes()
     began = time.perf_counter()
-    networks._write_training(bare)  # noqa: SLF001
+    networks._write_training(bare)
     alone = 1e3 * (time.perf_counter() - began)
     return (
         f"{case.name}: the program of a new structure takes {statistics.median(times):.1f} ms (median of {count}; "
@@ -475,7 +475,9 @@ def main(options: Options) -> int:
         if not options.only or any(word.lower() in case.name.lower() for word in options.only)
     ]  # fmt: skip
     if options.quick and not options.only:
-        chosen = [case for case in chosen if case.batch <= 32 and "width 16" not in case.name and "batch 32" in case.name]
+        chosen = [
+            case for case in chosen if case.batch <= 32 and "width 16" not in case.name and "batch 32" in case.name
+        ]
     if options.programs:
         for case in chosen:
             if case.batch == 32 and not case.seeds and case.name.startswith(("ResNet", "GPT", "MLP", "Mobile")):
@@ -485,7 +487,9 @@ def main(options: Options) -> int:
     for case in chosen:
         for row in compared(case, options.executors, options):
             rows.append(row)
-            print(f"{row.name}, {row.executor}: {row.ratio:.2f} times as fast as {row.plain}", file=sys.stderr, flush=True)
+            print(
+                f"{row.name}, {row.executor}: {row.ratio:.2f} times as fast as {row.plain}", file=sys.stderr, flush=True
+            )
     machine = environment(CPU)
     print(markdown(rows, {**machine, "workers": options.workers}))
     for case in chosen:

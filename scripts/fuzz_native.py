@@ -398,6 +398,7 @@ def _host(plan: Plan, r: random.Random) -> ModuleHostSpec:
     network = Network(plan)
     used = Counter(id(module) for module in network.steps)
     for k, module in enumerate(network.steps):
+
         def note(module: nn.Module, given: object, y: Tensor, k: int = k) -> None:
             features.setdefault(y.dim(), []).append(f"steps.{k}")
 

@@ -290,12 +290,12 @@ def pooling(d: Draw) -> str:
     target = d.r.choice([1, 2, 3, (2, 1), (1, None), (3, 2), 4])
     return d.r.choice([
         f"nn.MaxPool2d({kernel}{d.options(**sizes, dilation=[1, 1, 2, (1, 2)])})",
-        f"nn.MaxPool2d(2)",
+        "nn.MaxPool2d(2)",
         f"nn.AvgPool2d({kernel}{d.options(**sizes, count_include_pad=[True, False], divisor_override=[None, None, 3])})",
         f"nn.AdaptiveAvgPool2d({target})",
         f"nn.AdaptiveMaxPool2d({target})",
         f"nn.LPPool2d(2, {kernel}{d.options(ceil_mode=[False, True])})",
-        f"Fn('x: F.max_pool2d(x, 2, 1) - F.avg_pool2d(x, 2, 1)')",
+        "Fn('x: F.max_pool2d(x, 2, 1) - F.avg_pool2d(x, 2, 1)')",
     ])  # fmt: skip
 
 
@@ -309,10 +309,10 @@ def of_images(d: Draw) -> str:
         f"nn.Upsample(scale_factor={d.r.choice([2, (1, 2), (2, 3)])}, mode='nearest')",
         f"nn.Upsample(scale_factor=2, mode='bilinear'{d.options(align_corners=[None, True, False])})",
         "nn.Upsample(scale_factor=2, mode='bicubic')", "nn.UpsamplingBilinear2d(scale_factor=2)",
-        f"Fn('x: F.interpolate(x, size={(2, 3)})')", f"Fn('x: F.interpolate(x, scale_factor=0.5)')",
+        f"Fn('x: F.interpolate(x, size={(2, 3)})')", "Fn('x: F.interpolate(x, scale_factor=0.5)')",
         f"Fn('x: F.interpolate(x, size={(h + 2, w)}, mode=\"bilinear\", antialias=False)')",
         f"Fn('x: F.pad(x, {(d.r.randint(-1, 2), d.r.randint(0, 2), d.r.randint(0, 2), d.r.randint(-1, 1))})')",
-        f"Fn('x: F.pad(x, (1, 2), value=0.5)')", "nn.ZeroPad2d((1, 0, 0, 2))", "nn.ReflectionPad2d(1)",
+        "Fn('x: F.pad(x, (1, 2), value=0.5)')", "nn.ZeroPad2d((1, 0, 0, 2))", "nn.ReflectionPad2d(1)",
         "nn.ReplicationPad2d((0, 1, 2, 0))", "nn.CircularPad2d(1)", "nn.ConstantPad2d(1, 0.5)", "nn.Softmax2d()",
         f"nn.Dropout2d({d.r.choice([0.0, 0.25])})", "nn.GLU(1)", f"nn.PReLU({c})",
         "Fn('x: x * x.mean((2, 3), keepdim=True)')", "Fn('x: x - x.amax((2, 3), keepdim=True)')",
@@ -381,21 +381,21 @@ def of_sequences(d: Draw) -> str:
         f"nn.Sequential(nn.Linear({w}, {2 * w}), nn.GELU(), nn.Linear({2 * w}, {w}))",
         f"nn.Conv1d({t}, {d.r.choice([2, 3, 4])}, {d.r.choice([1, 2, 3])}"
         f"{d.options(padding=[0, 1, 'same'], stride=[1, 2], dilation=[1, 2], bias=[True, False])})",
-        f"Fn('x: F.pad(x, (0, 0, 1, 0))[:, :-1]')", f"Fn('x: x + self.p[: x.shape[1]]', p={(t + 2, w)})",
+        "Fn('x: F.pad(x, (0, 0, 1, 0))[:, :-1]')", f"Fn('x: x + self.p[: x.shape[1]]', p={(t + 2, w)})",
         f"Fn('x: torch.cat([self.p.expand(x.shape[0], -1, -1), x], 1)', p={(1, 1, w)})",
         f"nn.BatchNorm1d({t}{d.options(affine=[True, False], track_running_stats=[True, False])})",
         f"nn.InstanceNorm1d({t})", f"nn.GroupNorm({divisor(d.r, t)}, {t})",
         "nn.GLU()", "nn.MaxPool1d(2)", f"nn.AvgPool1d(2{d.options(stride=[None, 1], padding=[0, 1])})",
         "nn.AdaptiveAvgPool1d(2)", "nn.Upsample(scale_factor=2)", f"nn.ConvTranspose1d({t}, 2, 2, stride=2)",
-        f"nn.Softmax(-1)", "nn.LogSoftmax(-1)", "Fn('x: x.transpose(1, 2)')", "Fn('x: x.mT @ x')",
+        "nn.Softmax(-1)", "nn.LogSoftmax(-1)", "Fn('x: x.transpose(1, 2)')", "Fn('x: x.mT @ x')",
         "Fn('x: x @ x.mT')", f"Fn('x: x @ self.p', p={(w, 3)})", f"Fn('x: torch.einsum(\"btd,de->bte\", x, self.p)', p={(w, 2)})",
-        f"Fn('x: torch.einsum(\"btd,bsd->bts\", x, x)')", "Fn('x: torch.bmm(x, x.transpose(1, 2))')",
-        f"Fn('x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]')",
+        "Fn('x: torch.einsum(\"btd,bsd->bts\", x, x)')", "Fn('x: torch.bmm(x, x.transpose(1, 2))')",
+        "Fn('x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]')",
         f"Fn('x: F.linear(x, self.p * 0.5, self.q)', p={(3, w)}, q=(3,))",
         "Fn('x: outs = []; h = x[:, 0]; "
         "[outs.append(torch.tanh(h + x[:, k])) for k in range(x.shape[1])]; return torch.stack(outs, 1)')",
         f"Fn('x: a, g = F.linear(x, self.p).chunk(2, dim=-1); return a * F.gelu(g)', p={(2 * w, w)})",
-        f"Fn('x: a, b = x[..., ::2], x[..., 1::2]; return torch.stack([-b, a], -1).flatten(-2)')",
+        "Fn('x: a, b = x[..., ::2], x[..., 1::2]; return torch.stack([-b, a], -1).flatten(-2)')",
         f"nn.GRU({w}, 3, batch_first=True)" if d.r.random() < 0.1 else f"nn.Linear({w}, {w})",
         f"nn.Dropout({d.r.choice([0.0, 0.25, 0.5])})", f"nn.PReLU({t})", f"nn.Unflatten(1, (1, {t}))",
         f"nn.Unflatten(2, (1, {w}))",
@@ -431,8 +431,8 @@ def of_vectors(d: Draw) -> str:
         f"Fn('x: F.linear(F.normalize(x), F.normalize(self.p))', p={(2, w)})",
         f"nn.Unflatten(1, ({divisor(d.r, w)}, -1))", "Fn('x: x[:, :, None, None]')", "Fn('x: x.unsqueeze(1)')",
         f"nn.PReLU({w})", "nn.GLU()", f"nn.utils.parametrizations.weight_norm(nn.Linear({w}, 3))",
-        f"Fn('x: x.view(-1, 1, {w})')", f"Fn('x: torch.outer(self.p, self.q).mean() * x', p=(2,), q=(3,))",
-        f"Fn('x: x * self.p.exp()', p=())", f"Fn('x: x.unflatten(1, ({divisor(d.r, w)}, -1)).sum(1)')",
+        f"Fn('x: x.view(-1, 1, {w})')", "Fn('x: torch.outer(self.p, self.q).mean() * x', p=(2,), q=(3,))",
+        "Fn('x: x * self.p.exp()', p=())", f"Fn('x: x.unflatten(1, ({divisor(d.r, w)}, -1)).sum(1)')",
     ])  # fmt: skip
 
 
@@ -595,8 +595,8 @@ def with_tables(d: Draw) -> str:
         f"Fn('x: y = x + self.b; self.b.add_(1); return y', b={wide})",
         f"Fn('x: y = x * self.b; self.b += 0.5; return y + self.b', b={wide})",
         f"Fn('x: x + (self.b.mul_(0.5) if self.training else self.b)', b={d.shape})",
-        f"Fn('x: x * self.p.detach() + self.p', p={wide})", f"Fn('x: x * self.p[self.p > 0].sum()', p=(4,))",
-        f"Fn('x: w = self.p.softmax(0); return x * w[0] + x.tanh() * w[1]', p=(2,))",
+        f"Fn('x: x * self.p.detach() + self.p', p={wide})", "Fn('x: x * self.p[self.p > 0].sum()', p=(4,))",
+        "Fn('x: w = self.p.softmax(0); return x * w[0] + x.tanh() * w[1]', p=(2,))",
         f"Fn('x: torch.where(self.p > 0, x, x * 0.5)', p={wide})", f"Fn('x: torch.cat([x, self.p.expand(len(x), *self.p.shape)], 1)', p={d.shape})",
         f"Fn('x: y = x + self.p; y += self.p; return y', p={d.shape})",
         f"Fn('x: with torch.no_grad(): self.p.mul_(0.5); return x * self.p', p={wide})",
@@ -659,7 +659,7 @@ def _draw(r: random.Random) -> Plan:
             with torch.no_grad():
                 out = module(*(values[source].clone() for source in step.sources))
             _check_value(out)
-        except Exception:  # noqa: BLE001, S112 -- any error of PyTorch: it does not fit here
+        except Exception:
             continue
         steps.append(step)
         modules.append(module)

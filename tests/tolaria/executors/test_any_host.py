@@ -8,7 +8,6 @@ from against_streamed import (
     EXECUTORS,
     TWELVE,
     compare,
-    fused,
     grow_different_seeds,
     in_every_stage_and_blend,
     same_pass,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tolaria.executors.native.executor import _values_of_bytes
 from esper.tolaria.executors.native.lowering import loop
-from esper.tolaria.executors.native.machine import Examples, Batch, Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.program import (
     LOCAL,
     NUM_WORKING,

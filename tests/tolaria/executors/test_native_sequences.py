@@ -120,7 +120,14 @@ EACH_HEAD = torch.linspace(-1, 1, 3 * TOKENS * TOKENS).view(3, TOKENS, TOKENS)
 
 @pytest.mark.parametrize(
     "mask",
-    [~LATER, FIRST_KEYS_HIDDEN, EACH_HEAD[0], EACH_HEAD, EACH_HEAD[None, :, :1], torch.zeros(1, 1).masked_fill(LATER, -math.inf)],
+    [
+        ~LATER,
+        FIRST_KEYS_HIDDEN,
+        EACH_HEAD[0],
+        EACH_HEAD,
+        EACH_HEAD[None, :, :1],
+        torch.zeros(1, 1).masked_fill(LATER, -math.inf),
+    ],
     ids=["causal", "anticausal", "numbers", "each_head", "each_key", "infinities"],
 )
 def test_constant_masks_of_attention_agree_with_pytorch(mask):
@@ -144,7 +151,15 @@ def test_keys_that_are_hidden_from_the_first_blocks_do_not_count():
         lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x)[:, :1], heads(x)[:, :1]),
         lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=s.w[:TOKENS, :TOKENS]),
     ],
-    ids=["without_heads", "fewer_queries", "fewer_keys", "learned_queries", "short_values", "shared_keys", "learned_bias"],
+    ids=[
+        "without_heads",
+        "fewer_queries",
+        "fewer_keys",
+        "learned_queries",
+        "short_values",
+        "shared_keys",
+        "learned_bias",
+    ],
 )
 def test_attention_of_unlike_tensors_agrees_with_pytorch(function):
     assert disagreement(Function(function), features(9)) is None
@@ -170,9 +185,7 @@ def test_an_example_does_not_depend_on_others():
     template = Template(module)
     graph, row = trace(template, features(5), training=True), template.parameters.pack(dict(module.named_parameters()))
     x = torch.randn(37, TOKENS, WIDTH)
-    whole, part = (
-        by_instructions(graph, row, torch.zeros(0), given, training=True) for given in (x, x[[5, 30]])
-    )
+    whole, part = (by_instructions(graph, row, torch.zeros(0), given, training=True) for given in (x, x[[5, 30]]))
     assert torch.equal(whole.outputs[[5, 30]], part.outputs)
 
 
@@ -256,7 +269,9 @@ ELEMENTWISE = {
     "cumsum_of_one": lambda s, x: x[:, :1].cumsum(1),
     "tril": lambda s, x: x.tril(),
     "triu": lambda s, x: x.triu(2) + x,
-    "masked_fill": lambda s, x: x.masked_fill(LATER, 2.0) if x.shape[-1] == TOKENS else x[..., :TOKENS].masked_fill(LATER, 2.0),
+    "masked_fill": lambda s, x: (
+        x.masked_fill(LATER, 2.0) if x.shape[-1] == TOKENS else x[..., :TOKENS].masked_fill(LATER, 2.0)
+    ),
     "masked_fill_in_place": lambda s, x: (x[..., :TOKENS] * 1).masked_fill_(LATER, -3),
     "masked_scores": lambda s, x: (x @ x.mT).masked_fill(LATER, -math.inf).softmax(-1) @ x,
     "masked_fill_of_row": lambda s, x: x.masked_fill(torch.arange(WIDTH) % 3 == 0, 0.5),
@@ -264,7 +279,9 @@ ELEMENTWISE = {
     "where_number": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, -1.0),
     "where_number_first": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, 0.5, x),
     "where_weight": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, s.v),
-    "where_broadcast": lambda s, x: torch.where(LATER[:, :1].repeat(1, 4)[None, :, :, None], x[:, :, None], x[:, :, None] * 2),
+    "where_broadcast": lambda s, x: torch.where(
+        LATER[:, :1].repeat(1, 4)[None, :, :, None], x[:, :, None], x[:, :, None] * 2
+    ),
     "dropout_that_does_nothing": lambda s, x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False),
     "compared": lambda s, x: torch.where(x > 0, x, 0.1 * x),
     "masked_by_weights": lambda s, x: x.masked_fill(s.v == s.v[0], 2.0),
@@ -369,7 +386,9 @@ def test_a_pass_with_too_few_keys_does_not_run():
 class SelfAttention(nn.Module):
     """`nn.MultiheadAttention` of features to themselves; what it returns goes through `after`."""
 
-    def __init__(self, after: Any = lambda found: found[0], first: bool = True, given: Any = None, **options: Any) -> None:
+    def __init__(
+        self, after: Any = lambda found: found[0], first: bool = True, given: Any = None, **options: Any
+    ) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=first, **(given or {}))
         self.after, self.first, self.options = after, first, options

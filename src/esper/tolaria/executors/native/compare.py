@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-# rules register themselves
-from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.layout import Template
-from esper.tolaria.executors.native.lowering import Constants, Lowering, Value, Weight, run_graph
+
+# rules register themselves
+from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
+from esper.tolaria.executors.native.lowering import Constants, Lowering, Weight, run_graph
 from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload, cached_library
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
 from esper.tolaria.executors.native.trace import NoRuleError, trace
@@ -101,7 +102,9 @@ def by_instructions(
     work = Workload.of_each([low.a.program()])
     if chunk is not None:
         work.chunk[:] = chunk
-    Machine(dtype=dtype).run(work, spaces, Batch(batch=len(x), numbers=h.size, outputs_each=y.size, keys_each=len(low.masks)))
+    Machine(dtype=dtype).run(
+        work, spaces, Batch(batch=len(x), numbers=h.size, outputs_each=y.size, keys_each=len(low.masks))
+    )
     if not training:
         return Outcome(outputs, None, None, buffers)
     return Outcome(outputs, input_grads if floats else None, weight_grads, buffers)

@@ -108,7 +108,9 @@ def conv_transpose2d(low: Lowering, x: Any, weight: Any, bias: Any = None, strid
         (height - 1) * sh - 2 * ph + dh * (kernel_h - 1) + eh + 1,
         (width - 1) * sw - 2 * pw + dw * (kernel_w - 1) + ew + 1,
     )
-    sizes = Geometry(per_group * groups, channels, groups, *out, height, width, kernel_h, kernel_w, sh, sw, ph, pw, dh, dw)
+    sizes = Geometry(
+        per_group * groups, channels, groups, *out, height, width, kernel_h, kernel_w, sh, sw, ph, pw, dh, dw
+    )
     y, scratch = low.make(per_group * groups, *out), low.a.scratch(low.scratch(sizes, False))
     low.emit(Operation.CONVOLVE_INPUT_GRAD, x.rows, w.place, y.rows, scratch, sizes=sizes)
 

@@ -208,9 +208,7 @@ class NativeExecutor(NetworkExecutor):
             for k, n in enumerate(ours.tolist()):
                 self._train_by_pytorch_loss(work.part(k), spaces.of(np.array([k])), batch, y[k], totals[n])
 
-    def _train_by_pytorch_loss(
-        self, work: Workload, spaces: Spaces, batch: Batch, y: Tensor, totals: Tensor
-    ) -> None:
+    def _train_by_pytorch_loss(self, work: Workload, spaces: Spaces, batch: Batch, y: Tensor, totals: Tensor) -> None:
         """A host on a batch: outputs, their loss and its gradient in PyTorch, and the rest of the program."""
         outputs = torch.empty(batch.batch, *self._networks.outputs)
         spaces.rows(Space.OUTPUTS, outputs[None])

@@ -21,7 +21,7 @@ with `low.refuse`.
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final, final
@@ -124,7 +124,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def rule_of(target: Any) -> Callable[[Rule], Rule]:  # noqa: ANN401
+def rule_of(target: Any) -> Callable[[Rule], Rule]:
     """Register a rule for a target of a fusion, or any other operation."""
 
     def register(found: Rule) -> Rule:
@@ -186,7 +186,7 @@ class Lowering:
     _tape: list[tuple[Value, Backward]] = field(default_factory=list)
     _grads: dict[int, Rows] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
-    _spread: dict[Place, Value] = field(default_factory=dict)
+    _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
     # -- for rules -----------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class Lowering:
                 backward(grad)
 
     def _spread_out(self, place: Place, shape: Dims, grad: Place | None) -> Value:
-        found = self._spread.get(place)
+        found = self._spread.get((place, grad))  # a detached weight has no gradient
         if found is None:
             rows = self.rows(math.prod(shape))
             self.emit(Operation.SPREAD, place, rows, sizes=(rows.size,))
@@ -334,7 +334,7 @@ class Lowering:
                 self._tape.append((
                     found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=(rows.size,))
                 ))  # fmt: skip
-            self._spread[place] = found
+            self._spread[place, grad] = found
         return found if found.shape == shape else self.view(found, shape, None)
 
 
@@ -420,7 +420,7 @@ def run_graph(
             continue
         for key in dict.fromkeys(state & own for state in states):
 
-            def of(source: fx.Node, key: State = key) -> Any:  # noqa: ANN401
+            def of(source: fx.Node, key: State = key) -> Any:
                 source = current.get(source, source)
                 return env[source, key & upstream[source]]
 
@@ -437,7 +437,7 @@ def run_graph(
     return found
 
 
-def _apply(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+def _apply(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """What a node gives."""
     if node.target is constant:
         return args[0]

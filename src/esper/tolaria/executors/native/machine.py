@@ -167,8 +167,16 @@ class Examples:
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
         return ExamplesStruct(
-            *pointers, *sizes, channels, height, width, self.border, self.own_labels, each, self.first,
-            keys_each=self.keys_each
+            *pointers,
+            *sizes,
+            channels,
+            height,
+            width,
+            self.border,
+            self.own_labels,
+            each,
+            self.first,
+            keys_each=self.keys_each,
         )
 
 
@@ -260,7 +268,9 @@ class Workload:
     def part(self, k: int) -> "Workload":
         """That of one host."""
         some = np.array([k])
-        return replace(self, first=self.first[some], count=self.count[some], chunk=self.chunk[some], turn=np.zeros(1, np.int64))
+        return replace(
+            self, first=self.first[some], count=self.count[some], chunk=self.chunk[some], turn=np.zeros(1, np.int64)
+        )
 
     def begun(self) -> "Workload":
         """The instructions up to the barrier."""
@@ -350,8 +360,11 @@ class Machine:
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
         memories = [
             m.struct(
-                work.programs, examples.batch, *((examples.numbers, examples.labels_each) if examples.images else (0, 0))
-            ) for m in self._memory
+                work.programs,
+                examples.batch,
+                *((examples.numbers, examples.labels_each) if examples.images else (0, 0)),
+            )
+            for m in self._memory
         ]
 
         def run(memory: MemoryStruct) -> None:

@@ -106,7 +106,9 @@ def graphs_of(kind: Kind, x: Tensor, *, lines: bool = False) -> Graphs:
 
 def _depends_on_mode(graph: fx.Graph) -> bool:
     """Whether a graph has an operation that does something else in evaluation."""
-    return any(any(name in str(node.target) for name in ("batch_norm", "instance_norm", "drop")) for node in graph.nodes)
+    return any(
+        any(name in str(node.target) for name in ("batch_norm", "instance_norm", "drop")) for node in graph.nodes
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,9 @@ class Networks:
         low, seeds = self._lowering(trainable=False), self._active(code)
         rows = np.frombuffer(sets, dtype=np.bool_).reshape(count, -1).tolist()
         states = [
-            frozenset(point.slot_id for point, on in zip(self._points, row, strict=True) if on and point.slot_id in seeds)
+            frozenset(
+                point.slot_id for point, on in zip(self._points, row, strict=True) if on and point.slot_id in seeds
+            )
             for row in rows
         ]
         outputs = self._forward(low, seeds, states)
@@ -290,7 +294,13 @@ class Networks:
         *positions, classes = logits.features
         count = int(np.prod(positions))
         operands = logits.rows, Place(Space.LABELS, 0, count), Place(Space.TOTALS, 3 * state, 3), grad
-        low.emit(Operation.CROSS_ENTROPY, *operands, low.rows(3), sizes=(classes, count), numbers=(self._smoothing if low.trainable else 0.0,))
+        low.emit(
+            Operation.CROSS_ENTROPY,
+            *operands,
+            low.rows(3),
+            sizes=(classes, count),
+            numbers=(self._smoothing if low.trainable else 0.0,),
+        )
 
     def _clear(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
         for space, count in self._rows(seeds):

@@ -11,18 +11,13 @@ of a host's spaces. Spaces get their addresses when a program runs, so hosts of 
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
-from torch import nn
-
-from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
-from esper.kasmina.blueprints.layers import GateNetwork, LayerScale, TanhScale
-from esper.kasmina.parameters.layout import FlatLayout
 
 LANES: Final = 16
 """Rows are padded to a multiple of this many examples."""

@@ -11,9 +11,7 @@ from torch import Tensor
 from esper.tolaria.executors.native.lowering import (
     ADDED,
     DIVIDED,
-    LARGER,
     MULTIPLIED,
-    SMALLER,
     SUBTRACTED,
     Dims,
     Lowering,
@@ -376,7 +374,7 @@ def combine(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) -> Val
 
 
 def affine(low: Lowering, x: Value, factor: float, shift: float) -> Value:
-    """factor * x + shift."""
+    """Factor * x + shift."""
     y = low.like(x)
     low.emit(Operation.AFFINE, x.rows, y.rows, sizes=(x.size,), numbers=(factor, shift))
 

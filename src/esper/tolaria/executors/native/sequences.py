@@ -28,7 +28,7 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten
+from esper.tolaria.executors.native.trace import FUSIONS, aten
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
@@ -105,8 +105,7 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scal
     packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
     scratch = low.a.scratch(packed * _WIDEST)
     options = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
-    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch,
-             **options)  # type: ignore[arg-type]
+    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)  # type: ignore[arg-type]
 
     def backward(g: Rows) -> None:
         grads = [low.rows(x.size) for x in (q, k, v)]
@@ -167,7 +166,7 @@ def attention(low: Lowering, q: Any, k: Any, v: Any, attn_mask: Any = None, drop
 
 
 def _product_rows(low: Lowering, a: Value, b: Value, y: Value, sizes: tuple[int, int, int, int]) -> Value:
-    """y = a b, as `sizes[0]` matrices of rows."""
+    """Y = a b, as `sizes[0]` matrices of rows."""
     count, rows, columns, inner = sizes
     low.emit(Operation.PRODUCT, a.rows, b.rows, y.rows, sizes=sizes)
 
@@ -183,7 +182,7 @@ def _product_rows(low: Lowering, a: Value, b: Value, y: Value, sizes: tuple[int,
 
 
 def _by_weight(low: Lowering, x: Value, weight: Any) -> Value:
-    """x W with W [I, O]: the product that a linear layer's backward pass needs."""
+    """X W with W [I, O]: the product that a linear layer's backward pass needs."""
     inputs, outputs = weight.shape
     if x.axis == len(x.shape) - 1 or x.shape[-1] != inputs:
         raise low.refuse(f"a product of {x.shape} and {weight.shape}")
@@ -212,7 +211,9 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
         return squeeze(low, matmul(low, unsqueeze(low, low.value(a), 0), b), -1 if len(b.shape) == 1 else -2)
     if len(b.shape) == 1:
         if _is_weight(b):
-            return squeeze(low, linear(low, a, b.reshape(1, -1) if isinstance(b, Tensor) else b.part(0, (1, *b.shape))), -1)
+            return squeeze(
+                low, linear(low, a, b.reshape(1, -1) if isinstance(b, Tensor) else b.part(0, (1, *b.shape))), -1
+            )
         return squeeze(low, matmul(low, a, unsqueeze(low, b, 1)), -1)
     if _is_weight(b) and len(b.shape) == 2:
         return _by_weight(low, low.value(a), b)
@@ -248,7 +249,7 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
 
 @rule("addmm.default", "baddbmm.default", "addmv.default")
 def addmm(low: Lowering, start: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Value:
-    """beta * start + alpha * a b."""
+    """Beta * start + alpha * a b."""
     y = matmul(low, a, b)
     y = y if alpha == 1 else mul(low, y, float(alpha))
     if beta == 0:
@@ -272,17 +273,25 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
         raise low.refuse(f"the sum {equation!r} of {a.shape} and {b.shape}")  # PyTorch broadcasts sizes of 1
     batch = [x for x in first if x in second and x in out]
     inner = [x for x in first if x in second and x not in out]
-    rows, columns = [x for x in first if x in out and x not in batch], [x for x in second if x in out and x not in batch]
+    rows, columns = (
+        [x for x in first if x in out and x not in batch],
+        [x for x in second if x in out and x not in batch],
+    )
     a_order, b_order = [*batch, *rows, *inner], [*batch, *inner, *columns]
     if _is_weight(b) and not batch and second in ("".join([*inner, *columns]), "".join([*columns, *inner])) and rows:
         a = _arranged(low, a, first, "".join(a_order))
         sizes = [b.shape[second.index(x)] for x in (*columns, *inner)]
         split = math.prod(sizes[: len(columns)]), math.prod(sizes[len(columns) :])
         x = reshaped(low, a, (*a.shape[: len(rows)], split[1]))
-        matrix = reshaped(low, b, split if second[: len(columns)] == "".join(columns) else split[::-1]) \
-            if isinstance(b, Weight) else b.reshape(split if second[: len(columns)] == "".join(columns) else split[::-1])
+        matrix = (
+            reshaped(low, b, split if second[: len(columns)] == "".join(columns) else split[::-1])
+            if isinstance(b, Weight)
+            else b.reshape(split if second[: len(columns)] == "".join(columns) else split[::-1])
+        )
         y = linear(low, x, matrix) if second[: len(columns)] == "".join(columns) else _by_weight(low, x, matrix)
-        return _arranged(low, reshaped(low, y, (*a.shape[: len(rows)], *sizes[: len(columns)])), "".join([*rows, *columns]), out)
+        return _arranged(
+            low, reshaped(low, y, (*a.shape[: len(rows)], *sizes[: len(columns)])), "".join([*rows, *columns]), out
+        )
     a, b = _arranged(low, a, first, "".join(a_order)), _arranged(low, b, second, "".join(b_order))
     axes = {order[x.axis]: x for order, x in ((a_order, a), (b_order, b)) if x.axis is not None}
     known = dict(zip((*a_order, *b_order), (*a.dims, *b.dims), strict=True))
@@ -292,7 +301,10 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
                for letter in axes for order, x in ((a_order, a), (b_order, b)))  # fmt: skip
     if not (same and one_each and both):
         raise low.refuse(f"the sum {equation!r} of {a.shape} and {b.shape}")
-    shape, letters = [*a.shape[: len(batch) + len(rows)], *b.shape[len(batch) + len(inner) :]], [*batch, *rows, *columns]
+    shape, letters = (
+        [*a.shape[: len(batch) + len(rows)], *b.shape[len(batch) + len(inner) :]],
+        [*batch, *rows, *columns],
+    )
     (letter, like), *_ = axes.items() if axes else [(None, a)]
     y = Value(Rows(0, 0), tuple(shape), None if letter is None else letters.index(letter), like.outer)
     y = replace(y, rows=low.rows(y.size))

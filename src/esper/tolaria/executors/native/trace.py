@@ -147,7 +147,7 @@ def only_user(node: fx.Node, targets: tuple[Any, ...]) -> fx.Node | None:
     return users[0] if len(users) == 1 and users[0].op == "call_function" and users[0].target in targets else None
 
 
-def joined(graph: fx.Graph, last: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:  # noqa: ANN401
+def joined(graph: fx.Graph, last: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
     """Replace the node `last` by one with this target."""
     with graph.inserting_before(last):
         node = graph.call_function(target, args)

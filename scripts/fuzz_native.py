@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -190,10 +190,13 @@ class Subject:
             yield f"buffer {name}", x
 
 
-def refusal(plan: Plan) -> str | None:
-    """Why a network is refused; None if it is not."""
-    subject = Subject(plan)
-    for training in (True, False):
+subject_of = lru_cache(4)(Subject)
+
+
+def refusal(plan: Plan, *, whole: bool = True) -> str | None:
+    """Why a network is refused (if not `whole`, in training alone); None if it is not."""
+    subject = subject_of(plan)
+    for training in (True, False) if whole else (True,):
         try:
             subject.native(2, torch.float32, training=training)
         except NoRuleError as error:
@@ -203,7 +206,7 @@ def refusal(plan: Plan) -> str | None:
 
 def differs(plan: Plan) -> str | None:
     """How a network differs as instructions; None if it does not."""
-    subject, r = Subject(plan), random.Random(plan.seed)
+    subject, r = subject_of(plan), random.Random(plan.seed)
     few, many = r.randint(1, LARGEST_BATCH), r.randint(CHUNK + 1, LARGEST_BATCH)
     few = 2 if few == 1 and not _means_the_same_alone(subject) else few
     for training, batch, chunk in ((True, few, None), (False, few, None), (True, many, CHUNK), (False, many, CHUNK)):
@@ -262,10 +265,11 @@ def _unlike(
 
 def without_refused(plan: Plan) -> Plan | None:
     """The network without the first step that is refused, or up to it; None if little is left."""
+    by_evaluation = refusal(plan, whole=False) is None
     low, high = 0, len(plan.steps)  # refused with `high` steps, not with `low`
     while high - low > 1:
         middle = (low + high) // 2
-        if refusal(replace(plan, steps=plan.steps[:middle])) is None:
+        if refusal(replace(plan, steps=plan.steps[:middle]), whole=by_evaluation) is None:
             low = middle
         else:
             high = middle

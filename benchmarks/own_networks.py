@@ -137,8 +137,8 @@ def cases() -> list[Case]:
     for dropout in (0.0, 0.1):
         for batch in (16, 32):
             found.append(Case(
-                name=f"GPT 4 x 64, dropout {dropout:g}, batch {batch}", model=partial(GPT, dropout), slots=("h.1", "h.3"),
-                objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True, draws=dropout > 0,
+                name=f"GPT 4 x 64, dropout {dropout:g}, batch {batch}", model=partial(GPT, dropout),
+                slots=("h.1", "h.3"), objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True, draws=dropout > 0,
             ))  # fmt: skip
     found.append(Case(
         name="U-Net, own loss, batch 32", model=UNet, slots=("down1", "middle"),
@@ -179,7 +179,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians of one network: wall milliseconds and CPU seconds of a control step, and the ratios of each repetition."""
+    """Medians of one network: milliseconds and CPU seconds of a control step, and ratios within a repetition."""
 
     name: str
     executor: str
@@ -418,10 +418,8 @@ def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str
     hosts.close()
     peak = fma_peak()
     rate = operations / seconds / 1e9
-    return (
-        f"{case.hosts} x {case.name}, {hosts.taken}: {rate:.1f} GFLOP/s of one core in training, {100 * rate / peak:.0f} % of "
-        f"its peak of {peak:.0f}"
-    )
+    share = f"{rate:.1f} GFLOP/s of one core in training, {100 * rate / peak:.0f} % of its peak of {peak:.0f}"
+    return f"{case.hosts} x {case.name}, {hosts.taken}: {share}"
 
 
 def writing_ms(case: Case, options: Options, count: int = 100) -> str:

@@ -7,7 +7,7 @@
 A network that has an operation without a rule is counted by the reason, and tried again without that operation. What
 must not be is found: other numbers than PyTorch's, another exception, a crash. Each is reduced to a few steps.
 
-float64 is compared to 1e-8 of the largest number of a tensor; float32 to what PyTorch's own float32 is off from float64.
+float64 is compared to 1e-8 of the largest number of a tensor; float32 to how far PyTorch's own float32 is off.
 """
 
 import copy
@@ -34,7 +34,6 @@ from typing import Literal
 import numpy as np
 import torch
 import tyro
-from random_networks import Network, Plan, Refused, Step, check, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
@@ -59,6 +58,7 @@ from esper.tolaria.executors.native.compare import TOLERANCE, Outcome, by_instru
 from esper.tolaria.executors.native.machine import cached_library
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 from esper.tolaria.executors.protocol import Structure, empty_structure
+from random_networks import Network, Plan, RefusedError, Step, check, draw
 
 BLENDS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 CHUNK, LARGEST_BATCH = 16, 40
@@ -212,7 +212,7 @@ def differs(plan: Plan) -> str | None:
     for training, batch, chunk in ((True, few, None), (False, few, None), (True, many, CHUNK), (False, many, CHUNK)):
         exact = subject.plain(batch, torch.float64, training=training)
         given = {"training": training, "draw": 0, "chunk": chunk}
-        where = f"in {'training' if training else 'evaluation'}, {batch} examples{chunk and ' in chunks' or ''}"
+        where = f"in {'training' if training else 'evaluation'}, {batch} examples{(chunk and ' in chunks') or ''}"
         found = subject.native(batch, torch.float64, **given)  # type: ignore[arg-type]
         if words := _unlike(subject, found, exact, lambda name, scale: TOLERANCE * scale):
             return f"{words} {where}, float64"
@@ -241,7 +241,7 @@ def _means_the_same_alone(subject: Subject) -> bool:
         subject.plain(1, torch.float64, training=True)
         x = subject.plan.inputs(1, 0, torch.float64)
         both = by_torch(subject.template, subject.row, subject.buffers, torch.cat([x, x]), training=False).outputs
-    except Exception:  # noqa: BLE001 -- PyTorch refuses it
+    except Exception:  # PyTorch refuses it
         return False
     return alone.shape[0] == 1 and torch.allclose(alone[0], both[0])
 
@@ -301,7 +301,7 @@ def _without(plan: Plan, gone: int) -> Plan | None:
 def _sound(plan: Plan) -> bool:
     try:
         check(plan)
-    except Refused:
+    except RefusedError:
         return False
     return True
 
@@ -323,18 +323,18 @@ def one(seed: int, k: int, look: Callable[[Plan], str | None]) -> tuple[Found, P
                 return found("refused")
             plan = smaller
         words = look(plan)
-    except NotAHost as error:
+    except NotAHostError as error:
         refusals.append("as a host: " + re.sub(r"steps\.\d+|\d+", "", " ".join(str(error).split()))[:90])
         return found("ran")
-    except Exception:  # noqa: BLE001 -- it is reported
+    except Exception:  # it is reported
         return found("exception", traceback.format_exc(limit=-4))
     return found("ran") if words is None else found("difference", words)
 
 
-# -- three optimizer steps -----------------------------------------------------------------------------------------------
+# -- three optimizer steps ---------------------------------------------------------------------------------------------
 
 
-class NotAHost(Exception):
+class NotAHostError(Exception):
     """A network that esper refuses; the message says why."""
 
 
@@ -342,7 +342,7 @@ def trains_otherwise(plan: Plan) -> str | None:
     """How two hosts with seeds differ after three optimizer steps from the same by the streamed executor, in float32.
 
     Raises:
-        NotAHost: esper does not take the network.
+        NotAHostError: esper does not take the network.
     """
     words = None
     for draw_number in range(2):  # a maximum may fall otherwise by rounding, but not every time
@@ -378,7 +378,7 @@ def _trained(plan: Plan, r: random.Random) -> str | None:
         try:
             engine = build_engine(config, task, data, torch.device("cpu"))
         except ConfigError as error:
-            raise NotAHost(str(error)) from error
+            raise NotAHostError(str(error)) from error
         engine.executor.reset(0)
         engine.executor.apply_structure(structure)
         trained = engine.executor.train_epoch(1, slots)
@@ -418,7 +418,7 @@ def _host(plan: Plan, r: random.Random) -> ModuleHostSpec:
                 return ModuleHostSpec.of(partial(Network, plan), slots, x)
             except ConfigError as error:
                 words = str(error)
-    raise NotAHost(words)
+    raise NotAHostError(words)
 
 
 def _grown(spec: ModuleHostSpec, r: random.Random) -> tuple[Structure, SlotState, Coalitions]:
@@ -546,9 +546,9 @@ def reduced(plan: Plan, status: Status, look: Callable[[Plan], str | None]) -> t
         def work(pipe: Connection) -> None:
             try:
                 pipe.send((("difference", look(smaller)),))
-            except (NoRuleError, NotAHost):
+            except (NoRuleError, NotAHostError):
                 pipe.send((("difference", None),))
-            except Exception:  # noqa: BLE001
+            except Exception:
                 pipe.send((("exception", traceback.format_exc(limit=-4)),))
 
         for message in in_process(work):

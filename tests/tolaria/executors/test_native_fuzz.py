@@ -1,17 +1,18 @@
 """Random networks compute in compiled C++ what they compute in PyTorch, and a network of a user's has its bits."""
 
 import ctypes
+import faulthandler
 
 import pytest
 import torch
-from fuzz_native import Options, both, differs, reduced, survey
-from random_networks import Plan, Step, draw
 from torch import nn
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.lifecycle import SeedStage
 from esper.tolaria.executors.native import compare
 from esper.tolaria.executors.native.executor import NativeExecutor
+from fuzz_native import Options, both, differs, reduced, survey
+from random_networks import Plan, Step, draw
 from tiny import SLOTS, Bench, dataset
 
 
@@ -59,6 +60,7 @@ def test_a_difference_is_found_and_reduced(monkeypatch):
 def test_a_crash_is_attributed_to_its_network():
     def crash(plan):
         if plan.seed == draw(0, 1).seed:
+            faulthandler.disable()
             ctypes.string_at(0)
 
     report = survey(Options(count=3), look=crash)

@@ -187,7 +187,7 @@ class Lowering:
     _tape: list[tuple[Value, Backward]] = field(default_factory=list)
     _grads: dict[int, Rows] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
-    _spread: dict[Place, Value] = field(default_factory=dict)
+    _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
     # -- for rules -----------------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Lowering:
                 backward(grad)
 
     def _spread_out(self, place: Place, shape: Dims, grad: Place | None) -> Value:
-        found = self._spread.get(place)
+        found = self._spread.get((place, grad))  # a detached weight has no gradient
         if found is None:
             rows = self.rows(math.prod(shape))
             self.emit(Operation.SPREAD, place, rows, sizes=(rows.size,))
@@ -335,7 +335,7 @@ class Lowering:
                 self._tape.append((
                     found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=(rows.size,))
                 ))  # fmt: skip
-            self._spread[place] = found
+            self._spread[place, grad] = found
         return found if found.shape == shape else self.view(found, shape, None)
 
 

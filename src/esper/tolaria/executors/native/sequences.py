@@ -336,7 +336,7 @@ def tensordot(low: Lowering, a: Any, b: Any, dims_a: Sequence[int], dims_b: Sequ
 
 
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default}
-_VIEWS = {aten.view.default, aten.reshape.default, aten.split_with_sizes.default, operator.getitem}
+_VIEWS = {part, aten.view.default, aten.reshape.default, aten.split_with_sizes.default, operator.getitem}
 
 
 def _transposed_weight(node: object) -> fx.Node | None:

@@ -28,7 +28,7 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten
+from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, part
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""

@@ -4,6 +4,7 @@ Those with `seeds` run the modules in it behind the layers of their names; it is
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +115,7 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: Sequence[int] = (64, 128, 128, 10)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, F]."""

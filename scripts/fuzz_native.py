@@ -7,7 +7,7 @@
 A network that has an operation without a rule is counted by the reason, and tried again without that operation. What
 must not be is found: other numbers than PyTorch's, another exception, a crash. Each is reduced to a few steps.
 
-float64 is compared to 1e-8 of the largest number of a tensor; float32 to what PyTorch's own float32 is off from float64.
+float64 is compared to 1e-8 of the largest number of a tensor; float32 to how far PyTorch's own float32 is off.
 """
 
 import copy
@@ -25,24 +25,42 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from esper.kasmina.blueprints import registry
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.kasmina.parameters.layout import Template
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Algorithm, SeedStage
+from esper.leyline.messages import SlotState
+from esper.leyline.tensor_dataclass import replace as changed
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.losses import Classification, MeanSquaredError
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.build import build_engine
+from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.native.compare import TOLERANCE, Outcome, by_instructions, by_torch
 from esper.tolaria.executors.native.machine import cached_library
 from esper.tolaria.executors.native.trace import NoRuleError, trace
-from random_networks import Network, Plan, Refused, Step, check, draw
+from esper.tolaria.executors.protocol import Structure, empty_structure
+from random_networks import Network, Plan, RefusedError, Step, check, draw
 
+BLENDS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 CHUNK, LARGEST_BATCH = 16, 40
 _OF_FLOAT, _TIMES = 2e-5, 20.0
 """A float32 number may be off by this share of the largest, and by so many times as PyTorch's own."""
@@ -83,6 +101,11 @@ class Found:
     refusals: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    @property
+    def steps_left_out(self) -> bool:
+        """Whether it ran in part."""
+        return any(not reason.startswith("as a host") for reason in self.refusals)
+
 
 @dataclass
 class Report:
@@ -106,8 +129,8 @@ class Report:
         page.add_column("count", justify="right")
         ran = self.of("ran")
         rows: dict[str, object] = {
-            "networks": len(self.found), "ran whole": sum(not f.refusals for f in ran),
-            "ran without some steps": sum(bool(f.refusals) for f in ran), "refused": len(self.of("refused")),
+            "networks": len(self.found), "ran whole": sum(not f.steps_left_out for f in ran),
+            "ran without some steps": sum(f.steps_left_out for f in ran), "refused": len(self.of("refused")),
             "differences": len(self.of("difference")), "exceptions": len(self.of("exception")),
             "crashes": len(self.of("crash")), "seconds": f"{sum(f.seconds for f in self.found):.0f}",
         }  # fmt: skip
@@ -167,10 +190,13 @@ class Subject:
             yield f"buffer {name}", x
 
 
-def refusal(plan: Plan) -> str | None:
-    """Why a network is refused; None if it is not."""
-    subject = Subject(plan)
-    for training in (True, False):
+subject_of = lru_cache(4)(Subject)
+
+
+def refusal(plan: Plan, *, whole: bool = True) -> str | None:
+    """Why a network is refused (if not `whole`, in training alone); None if it is not."""
+    subject = subject_of(plan)
+    for training in (True, False) if whole else (True,):
         try:
             subject.native(2, torch.float32, training=training)
         except NoRuleError as error:
@@ -180,7 +206,7 @@ def refusal(plan: Plan) -> str | None:
 
 def differs(plan: Plan) -> str | None:
     """How a network differs as instructions; None if it does not."""
-    subject, r = Subject(plan), random.Random(plan.seed)
+    subject, r = subject_of(plan), random.Random(plan.seed)
     few, many = r.randint(1, LARGEST_BATCH), r.randint(CHUNK + 1, LARGEST_BATCH)
     few = 2 if few == 1 and not _means_the_same_alone(subject) else few
     for training, batch, chunk in ((True, few, None), (False, few, None), (True, many, CHUNK), (False, many, CHUNK)):
@@ -215,7 +241,7 @@ def _means_the_same_alone(subject: Subject) -> bool:
         subject.plain(1, torch.float64, training=True)
         x = subject.plan.inputs(1, 0, torch.float64)
         both = by_torch(subject.template, subject.row, subject.buffers, torch.cat([x, x]), training=False).outputs
-    except Exception:
+    except Exception:  # PyTorch refuses it
         return False
     return alone.shape[0] == 1 and torch.allclose(alone[0], both[0])
 
@@ -239,10 +265,11 @@ def _unlike(
 
 def without_refused(plan: Plan) -> Plan | None:
     """The network without the first step that is refused, or up to it; None if little is left."""
+    by_evaluation = refusal(plan, whole=False) is None
     low, high = 0, len(plan.steps)  # refused with `high` steps, not with `low`
     while high - low > 1:
         middle = (low + high) // 2
-        if refusal(replace(plan, steps=plan.steps[:middle])) is None:
+        if refusal(replace(plan, steps=plan.steps[:middle]), whole=by_evaluation) is None:
             low = middle
         else:
             high = middle
@@ -274,7 +301,7 @@ def _without(plan: Plan, gone: int) -> Plan | None:
 def _sound(plan: Plan) -> bool:
     try:
         check(plan)
-    except Refused:
+    except RefusedError:
         return False
     return True
 
@@ -296,9 +323,126 @@ def one(seed: int, k: int, look: Callable[[Plan], str | None]) -> tuple[Found, P
                 return found("refused")
             plan = smaller
         words = look(plan)
-    except Exception:
+    except NotAHostError as error:
+        refusals.append("as a host: " + re.sub(r"steps\.\d+|\d+", "", " ".join(str(error).split()))[:90])
+        return found("ran")
+    except Exception:  # it is reported
         return found("exception", traceback.format_exc(limit=-4))
     return found("ran") if words is None else found("difference", words)
+
+
+# -- three optimizer steps ---------------------------------------------------------------------------------------------
+
+
+class NotAHostError(Exception):
+    """A network that esper refuses; the message says why."""
+
+
+def trains_otherwise(plan: Plan) -> str | None:
+    """How two hosts with seeds differ after three optimizer steps from the same by the streamed executor, in float32.
+
+    Raises:
+        NotAHostError: esper does not take the network.
+    """
+    words = None
+    for draw_number in range(2):  # a maximum may fall otherwise by rounding, but not every time
+        words = _trained(plan, random.Random(f"{plan.seed} {draw_number}"))
+        if words is None:
+            return None
+    return words
+
+
+def _trained(plan: Plan, r: random.Random) -> str | None:
+    batch, spec = r.randint(2, LARGEST_BATCH), _host(plan, r)
+    count, outputs = 3 * batch, Network(plan)(plan.inputs(4, 0, torch.float32)).detach()
+    classes = outputs.shape[1] if outputs.dim() == 2 and outputs.shape[1] > 1 and r.random() < 0.5 else 0
+
+    def split(n: int) -> Split:
+        generator = torch.Generator().manual_seed(n)
+        y = torch.arange(n) % classes if classes else torch.randn(n, *outputs.shape[1:], generator=generator)
+        return Split(plan.inputs(n, n, torch.float32), y)
+
+    parts = {"train": split(count), "val": split(20), "test": split(4)}
+    data = Dataset(identity={"name": "random"}, **parts, num_classes=classes)
+    kind = r.choice(["sgd", "adamw"])
+    task = TaskSpec(
+        name="random", description="A random network.", family=spec.family, host=spec, load=lambda folder, seed: data,
+        enabled=tuple(point.slot_id for point in spec.points()), episode_length=8, min_training_epochs=1,
+        objective=Classification(classes) if classes else MeanSquaredError(1.0), batch_train=batch, batch_val=16,
+        optimizer=OptimizerSpec(kind=kind, host_lr=0.02, seed_lr=0.02, eps=0.01),
+    )  # fmt: skip
+    structure, slots, coalitions = _grown(spec, r)
+    found = []
+    for executor in ("streamed", "native"):
+        config = EngineConfig(num_envs=2, slots=task.enabled, episode_length=8, executor=executor)
+        try:
+            engine = build_engine(config, task, data, torch.device("cpu"))
+        except ConfigError as error:
+            raise NotAHostError(str(error)) from error
+        engine.executor.reset(0)
+        engine.executor.apply_structure(structure)
+        trained = engine.executor.train_epoch(1, slots)
+        # states are read before anything is measured
+        state = {name: x.clone() for name, x in engine.executor.state_dict().items() if isinstance(x, Tensor)}
+        measured = engine.executor.evaluate(1, slots, coalitions)
+        found.append({**state, "loss of training": trained.loss, "loss of validation": measured.loss})
+    for name, want in found[0].items():
+        got = found[1][name]
+        if want.numel() and want.is_floating_point():
+            scale = max(1.0, float(want.abs().max()))
+            off = float((got.double() - want.double()).abs().nan_to_num(0.0).max())
+            if not off <= 2e-3 * scale or not torch.equal(got.isnan(), want.isnan()):
+                return f"{name} is off by {off:.1e} of {scale:.1e} after three steps by {kind}, {batch} examples"
+    return None
+
+
+def _host(plan: Plan, r: random.Random) -> ModuleHostSpec:
+    """The network as a host, with one or two slots."""
+    features: dict[int, list[str]] = {}
+    network = Network(plan)
+    used = Counter(id(module) for module in network.steps)
+    for k, module in enumerate(network.steps):
+
+        def note(module: nn.Module, given: object, y: Tensor, k: int = k) -> None:
+            features.setdefault(y.dim(), []).append(f"steps.{k}")
+
+        if used[id(module)] == 1:
+            module.register_forward_hook(note)
+    x = plan.inputs(8, 0, torch.float32)
+    network(x)
+    words = "no place for a slot"
+    for axes in sorted(features, key=lambda axes: -axes):
+        for count in (2, 1, 1):
+            slots = tuple(sorted(r.sample(features[axes], min(count, len(features[axes])))))
+            try:
+                return ModuleHostSpec.of(partial(Network, plan), slots, x)
+            except ConfigError as error:
+                words = str(error)
+    raise NotAHostError(words)
+
+
+def _grown(spec: ModuleHostSpec, r: random.Random) -> tuple[Structure, SlotState, Coalitions]:
+    """Seeds in some slots of two hosts."""
+    count = len(spec.points())
+    holds = np.array([[r.random() < 0.6 for _ in range(count)] for _ in range(2)])
+    stage = np.where(holds, int(SeedStage.HOLDING), int(SeedStage.DORMANT)).astype(np.int64)
+    choice = registry.selectable(spec.family)
+    blueprint = np.array([[r.choice(choice) for _ in range(count)] for _ in range(2)])
+    algorithm = np.array([[int(r.choice(BLENDS)) for _ in range(count)] for _ in range(2)])
+    coalitions = enumerate_coalitions(torch.from_numpy(stage), torch.from_numpy(holds))
+    structure = replace(
+        empty_structure(2, count), stage=stage, blueprint=np.where(holds, blueprint, -1), algorithm=algorithm,
+        has_gate=holds & (algorithm == Algorithm.GATE), alpha=np.where(holds, np.float32(0.5), np.float32(0.0)),
+        germinated=holds, sets=coalitions.sets.numpy(), sets_valid=coalitions.valid.numpy(),
+    )  # fmt: skip
+    names = "stage", "blueprint", "algorithm", "has_gate", "alpha"
+    fields = {name: torch.from_numpy(getattr(structure, name)) for name in names}
+    return structure, changed(empty_slots(2, count, torch.device("cpu")), **fields), coalitions
+
+
+def both(plan: Plan) -> str | None:
+    """`differs`, and `trains_otherwise`."""
+    return differs(plan) or trains_otherwise(plan)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -312,6 +456,7 @@ def in_process(work: Callable[[Connection], None], timeout: float = _SECONDS) ->
 
         def run() -> None:
             os.dup2(log.fileno(), 2)
+            warnings.simplefilter("ignore")
             torch.set_num_threads(1)
             work(theirs)
 
@@ -401,7 +546,7 @@ def reduced(plan: Plan, status: Status, look: Callable[[Plan], str | None]) -> t
         def work(pipe: Connection) -> None:
             try:
                 pipe.send((("difference", look(smaller)),))
-            except NoRuleError:
+            except (NoRuleError, NotAHostError):
                 pipe.send((("difference", None),))
             except Exception:
                 pipe.send((("exception", traceback.format_exc(limit=-4)),))
@@ -465,9 +610,8 @@ def main(options: Options) -> int:
     """Compare and print; returns 1 if anything was found."""
     if options.sanitize and os.environ.get("ESPER_CXXFLAGS") != SANITIZED:
         return sanitized()
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    look = differs
+    look = both if options.steps else differs
     print(f"seed {options.seed}")
     if options.only is not None:
         print(draw(options.seed, options.only))

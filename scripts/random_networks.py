@@ -8,6 +8,7 @@ that shapes fit and numbers stay small.
 """
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -190,7 +191,7 @@ class Network(nn.Module):
         return values[-1]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """PyTorch does not run the network, or its numbers grow too large."""
 
 
@@ -245,6 +246,7 @@ SIZES: Final = [1, 1, 2, 3, 3, 3, 4, 5, (1, 3), (3, 2), (2, 5)]
 
 @rule(3, weight=10)
 def convolution(d: Draw) -> str:
+    """Of any size."""
     channels, groups = d.shape[0], d.r.choice([1, 1, divisor(d.r, d.shape[0])])
     outputs, kernel = groups * d.r.randint(1, max(1, 8 // groups)), d.r.choice(SIZES)
     sizes = d.options(
@@ -257,6 +259,7 @@ def convolution(d: Draw) -> str:
 
 @rule(3, weight=2)
 def transposed_convolution(d: Draw) -> str:
+    """Of any size."""
     channels, groups = d.shape[0], divisor(d.r, d.shape[0])
     sizes = d.options(
         stride=[1, 2, 2, 3, (2, 1)], padding=[0, 0, 1, (1, 0), 2], output_padding=[0, 0, 1, (0, 1)],
@@ -267,6 +270,7 @@ def transposed_convolution(d: Draw) -> str:
 
 @rule(3, weight=6)
 def normalization(d: Draw) -> str:
+    """Of batches, groups, examples, or rows."""
     c = d.shape[0]
     options = {"affine": [True, True, False], "eps": [1e-5, 1e-5, 1e-3]}
     running = {"momentum": [0.1, 0.3, 1.0], "track_running_stats": [True, True, False]}
@@ -284,6 +288,7 @@ def normalization(d: Draw) -> str:
 
 @rule(3, weight=5)
 def pooling(d: Draw) -> str:
+    """Of any size."""
     kernel = d.r.choice([2, 2, 3, 3, 4, (2, 1), (1, 3), (3, 2)])
     sizes = {"stride": [None, None, 1, 2, 3, (2, 1)], "padding": [0, 0, 1, (1, 0)], "ceil_mode": [False, False, True]}
     target = d.r.choice([1, 2, 3, (2, 1), (1, None), (3, 2), 4])
@@ -300,6 +305,7 @@ def pooling(d: Draw) -> str:
 
 @rule(3, weight=4)
 def of_images(d: Draw) -> str:
+    """What else takes images."""
     c, h, w = d.shape
     return d.r.choice([
         f"Squeeze({c}, {d.r.randint(1, 4)})", f"nn.PixelShuffle({d.r.choice([2, 3])})",
@@ -331,6 +337,7 @@ def of_images(d: Draw) -> str:
 
 @rule(3, weight=3)
 def leave_images(d: Draw) -> str:
+    """Vectors and sequences of images."""
     return d.r.choice([
         "nn.Flatten()", "Fn('x: x.mean((2, 3))')", "Fn('x: x.mean(dim=[-1, -2])')", "Fn('x: x.amax((2, 3))')",
         "Fn('x: x.flatten(2).transpose(1, 2)')", "Fn('x: x.flatten(2)')", "Fn('x: x.mean(3)')", "Fn('x: x.sum(1)')",
@@ -352,6 +359,7 @@ def heads_of(d: Draw) -> int:
 
 @rule(2, weight=8)
 def of_sequences(d: Draw) -> str:
+    """Attention, normalizations, layers of each token, convolutions."""
     t, w = d.shape
     h = heads_of(d)
     causal, scale = d.r.random() < 0.5, d.options(scale=[None, None, 0.25])
@@ -403,6 +411,7 @@ def of_sequences(d: Draw) -> str:
 
 @rule(2, weight=1)
 def leave_sequences(d: Draw) -> str:
+    """Vectors and images of sequences."""
     return d.r.choice([
         "Fn('x: x.mean(1)')", "Fn('x: x[:, -1]')", "Fn('x: x[:, 0]')", "nn.Flatten()", "Fn('x: x.amax(1)')",
         "Fn('x: x.sum(-1)')", "Fn('x: (x * x.softmax(1)).sum(1)')", "Fn('x: x.max(1)[0]')", "Fn('x: x.var(1)')",
@@ -415,6 +424,7 @@ def leave_sequences(d: Draw) -> str:
 
 @rule(1, weight=8)
 def of_vectors(d: Draw) -> str:
+    """What takes vectors."""
     (w,) = d.shape
     return d.r.choice([
         f"nn.Linear({w}, {d.r.choice([1, 2, 4, 5, 8, 12])}{d.options(bias=[True, True, False])})",
@@ -526,26 +536,31 @@ PAIRS: Final = [
 
 @rule(1, 2, 3, weight=8)
 def activation(d: Draw) -> str:
+    """An activation function."""
     return d.r.choice(ACTIVATIONS)
 
 
 @rule(1, 2, 3, weight=4)
 def elementwise(d: Draw) -> str:
+    """A function as text, of each number or of rows."""
     return f"Fn({'x: ' + d.r.choice(ELEMENTWISE)!r})"
 
 
 @rule(1, 2, 3, weight=3)
 def shape(d: Draw) -> str:
+    """A function as text that moves numbers."""
     return f"Fn({'x: ' + d.r.choice(SHAPES)!r})"
 
 
 @rule(1, 2, 3, weight=3)
 def edit(d: Draw) -> str:
+    """A function as text that edits in place."""
     return f"Fn({'x: ' + d.r.choice(EDITS)!r})"
 
 
 @rule(1, 2, 3, weight=7)
 def pair(d: Draw) -> Step | None:
+    """Two values of one shape."""
     other = d.earlier(lambda shape: shape == d.shape)
     if other is None:
         return None
@@ -555,12 +570,14 @@ def pair(d: Draw) -> Step | None:
 
 @rule(1, 2, 3, weight=2)
 def joined(d: Draw) -> Step | None:
+    """Two values, one after another."""
     other = d.earlier(lambda shape: len(shape) == len(d.shape) and shape[1:] == d.shape[1:])
     return None if other is None else Step("Fn('x, y: torch.cat([x, y], 1)')", (d.last, other))
 
 
 @rule(1, 2, 3, weight=2)
 def scaled_by_another(d: Draw) -> Step | None:
+    """A value times another one for each channel."""
     other = d.earlier(lambda shape: 1 <= len(shape) < len(d.shape) and shape[0] == d.shape[0])
     if other is None:
         return None
@@ -576,6 +593,7 @@ def again(d: Draw) -> str | None:
 
 @rule(1, 2, 3, weight=2)
 def with_tied_weight(d: Draw) -> str | None:
+    """A layer with the weight of another one."""
     fits = [k for k, module in enumerate(d.modules) if type(module) in (nn.Conv2d, nn.Linear)
             and not d.codes[k].startswith(("steps", "tied"))]  # fmt: skip
     if not fits:
@@ -586,6 +604,7 @@ def with_tied_weight(d: Draw) -> str | None:
 
 @rule(1, 2, 3, weight=2)
 def with_tables(d: Draw) -> str:
+    """Parameters and buffers beside the value."""
     wide = (d.shape[0], *(1,) * (len(d.shape) - 1))
     return d.r.choice([
         f"Fn('x: x * self.p', p={wide})", f"Fn('x: x + self.p', p={d.shape})", f"Fn('x: x * self.b + self.p', p=(), b={wide})",
@@ -612,14 +631,15 @@ def _wrapped(r: random.Random, code: str) -> str:
 
 def draw(seed: int, k: int) -> Plan:
     """The k-th network of a seed, which PyTorch trains and runs."""
-    for attempt in range(100):
-        r = random.Random(f"{seed} {k} {attempt}")
-        try:
-            plan = _draw(r)
-            check(plan)
-        except Refused:
-            continue
-        return plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of PyTorch about odd layers
+        for attempt in range(100):
+            try:
+                plan = _draw(random.Random(f"{seed} {k} {attempt}"))
+                check(plan)
+            except RefusedError:
+                continue
+            return plan
     raise AssertionError("no network was found")
 
 
@@ -667,25 +687,25 @@ def _draw(r: random.Random) -> Plan:
 
 def _check_value(x: object) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (2, 3, 4) or len(x) != EXAMPLES:
-        raise Refused
+        raise RefusedError
     if not 1 <= x[0].numel() <= _NUMBERS or not bool(x.isfinite().all()) or float(x.abs().max()) > _LARGEST:
-        raise Refused
+        raise RefusedError
 
 
 def check(plan: Plan) -> None:
-    """Raise Refused unless PyTorch trains the network, its numbers are sane, and rounding does not grow."""
+    """Raise RefusedError unless PyTorch trains the network, its numbers are sane, and rounding does not grow."""
     try:
         found = [list(_run(plan, dtype)) for dtype in (torch.float64, torch.float32)]
     except Exception as error:  # any error of PyTorch
-        raise Refused(str(error)) from error
+        raise RefusedError(str(error)) from error
     for exact, rounded in zip(*found, strict=True):
         if exact.shape != rounded.shape or not bool(exact.isfinite().all()):
-            raise Refused("not finite")
+            raise RefusedError("not finite")
         if not exact.numel():
             continue
         scale = max(1.0, float(exact.abs().amax()))
         if scale > 1e5 or float((exact - rounded.double()).abs().amax()) > 1e-3 * scale:
-            raise Refused("rounding grows")
+            raise RefusedError("rounding grows")
 
 
 def _run(plan: Plan, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -703,7 +723,7 @@ def _run(plan: Plan, dtype: torch.dtype) -> Iterator[Tensor]:
     x = x if plan.vocabulary else x.requires_grad_()
     out = network(x.clone())
     if out.dim() < 2 or len(out) != 7:
-        raise Refused("not a batch")
-    yield out
+        raise RefusedError("not a batch")
+    yield out.detach()
     wanted = [p for p in network.parameters() if p.requires_grad] + ([] if plan.vocabulary else [x])
     yield from torch.autograd.grad(out.sum(), wanted, allow_unused=True, materialize_grads=True)

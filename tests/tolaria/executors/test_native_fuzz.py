@@ -1,0 +1,107 @@
+"""Random networks compute in compiled C++ what they compute in PyTorch, and a network of a user's has its bits."""
+
+import ctypes
+import faulthandler
+
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.hosts.module_host import ModuleHostSpec
+from esper.leyline.lifecycle import SeedStage
+from esper.tolaria.executors.native import compare
+from esper.tolaria.executors.native.executor import NativeExecutor
+from fuzz_native import Options, both, differs, reduced, survey
+from random_networks import Plan, Step, draw
+from tiny import SLOTS, Bench, dataset
+
+
+def surveyed(count, seed, look=differs):
+    found = []
+    report = survey(Options(seed=seed, count=count, workers=2), found.append, look)
+    assert len(found) == len(report.found) == count
+    assert not report.findings, "\n\n".join(f"{f.k}: {f.status}: {f.words}\n{f.plan}" for f in report.findings)
+    assert len(report.of("ran")) >= 0.6 * count
+    return report
+
+
+def test_random_networks_compute_what_they_compute_in_pytorch():
+    surveyed(40, 0)
+
+
+@pytest.mark.slow
+def test_many_random_networks_train_as_streamed_ones():
+    surveyed(200, 1, both)
+
+
+def test_a_network_is_drawn_again_from_its_seed():
+    assert draw(5, 3) == draw(5, 3) != draw(6, 3)
+
+
+PLAN = Plan((4,), 0, 7, (Step("nn.Linear(4, 3)", (0,)), Step("nn.ReLU()", (1,)), Step("nn.Linear(3, 2)", (2,))))
+
+
+def test_a_difference_is_found_and_reduced(monkeypatch):
+    assert differs(PLAN) is None
+    right = compare.by_instructions
+
+    def wrong(graph, *given, **how):
+        found = right(graph, *given, **how)
+        relu = any(node.target is torch.ops.aten.relu.default for node in graph.nodes)
+        return found.__class__(found.outputs + 1e-6 * relu, found.input_grads, found.weight_grads, found.buffers)
+
+    monkeypatch.setattr("fuzz_native.by_instructions", wrong)
+    assert "the outputs is off by 1.0e-06" in differs(PLAN)
+    smaller, words = reduced(PLAN, "difference", differs)
+    assert [step.code for step in smaller.steps] == ["nn.ReLU()"]
+    assert "the outputs" in words
+
+
+def test_a_crash_is_attributed_to_its_network():
+    def crash(plan):
+        if plan.seed == draw(0, 1).seed:
+            faulthandler.disable()
+            ctypes.string_at(0)
+
+    report = survey(Options(count=3), look=crash)
+    assert [f.status == "crash" for f in report.found] == [False, True, False]
+    assert "SIGSEGV" in report.found[1].words
+
+
+class Users(nn.Module):
+    """[B, 1, 6, 6] -> logits [B, 3], by layers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r0c0 = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
+        self.r1c0 = nn.Conv2d(4, 4, (3, 1), padding="same", padding_mode="reflect")
+        self.r0c1 = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop, self.head = nn.Dropout(0.25), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.r0c1(self.r1c0(self.r0c0(x))).flatten(2).transpose(1, 2)
+        h = h + self.mix(h, h, h)[0]
+        return self.head(self.drop(h.mean(1)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_network_of_the_users_has_the_bits_it_has_alone(threads):
+    spec = ModuleHostSpec.of(Users, SLOTS, dataset().train.x[:8])
+
+    def bench(count):
+        return Bench(count, host=spec.build(SLOTS, dataset().train.x[:1]))
+
+    alone, many = bench(1), bench(9)
+    for of, hosts in ((alone, [0]), (many, [0, *range(5, 9)])):
+        of.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=0.5, hosts=hosts)
+    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 9)))
+    totals = [
+        NativeExecutor(of.executor.data, threads=count).train_epoch(1, of.slots)
+        for of, count in ((alone, 1), (many, threads))
+    ]
+    assert torch.equal(totals[1].loss[:1], totals[0].loss)
+    for name in ("params", "buffers"):
+        for of in ("host", "seeds"):
+            few, more = (getattr(getattr(made.population, of), name) for made in (alone, many))
+            assert torch.equal(more[: len(few)], few), f"{name} of {of}"

@@ -244,7 +244,7 @@ def test_an_edit_between_a_normalization_and_what_follows_it_comes_after_the_nor
     def edits(x, norm):
         h = x * 2.0
         y = norm(h)
-        h.mul_(3.0)
+        h.mul_(x)
         return F.relu(y) + h
 
     module, x = Of(edits, nn.GroupNorm(2, 4, affine=False)), torch.randn(3, *MAPS)

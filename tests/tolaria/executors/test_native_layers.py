@@ -221,6 +221,7 @@ def test_other_functions_may_follow_a_residual(act):
     [
         lambda x, c, n: n(F.relu(n(c(x)))),  # the same layer twice
         lambda x, c, n: F.relu(n(c(x))) + F.relu(n(x)),
+        lambda x, c, n: (lambda y, z: F.relu(y) + z)(n(c(x)), n(x)),  # running statistics keep their order
         lambda x, c, n: (lambda a: F.relu(n(a) + a))(c(x)),  # a residual that is also the input
         lambda x, c, n: F.relu(n(c(x)) + x.mean((2, 3), keepdim=True)),  # a residual that is broadcast
         lambda x, c, n: (lambda y, z: F.relu(y) + n(z) + y)(n(c(x)), x),  # read twice: no fusion

@@ -138,7 +138,8 @@ def cases() -> list[Case]:
         for batch in (16, 32):
             found.append(Case(
                 name=f"GPT 4 x 64, dropout {dropout:g}, batch {batch}", model=partial(GPT, dropout),
-                slots=("h.1", "h.3"), objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True, draws=dropout > 0,
+                slots=("h.1", "h.3"), objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True,
+                draws=dropout > 0,
             ))  # fmt: skip
     found.append(Case(
         name="U-Net, own loss, batch 32", model=UNet, slots=("down1", "middle"),
@@ -423,7 +424,7 @@ def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str
 
 
 def writing_ms(case: Case, options: Options, count: int = 100) -> str:
-    """How long it takes to write the program of a new structure."""
+    """How much CPU time it takes to write the program of a new structure."""
     from esper.tolaria.executors.native.executor import NativeExecutor
 
     hosts = Hosts.build(case, task_of(case, options), "native", 1)
@@ -437,13 +438,13 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
             if r.random() < 0.8:
                 algorithm, trainable = r.choice((Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)), r.random() < 0.7
                 row[:] = r.choice(known), algorithm, True, trainable, trainable and algorithm == Algorithm.GATE
-        began = time.perf_counter()
+        began = time.process_time()
         networks._write_training(code.tobytes())
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (time.process_time() - began))
     bare = np.full((len(case.slots), 5), -1, dtype=np.int64).tobytes()
-    began = time.perf_counter()
+    began = time.process_time()
     networks._write_training(bare)
-    alone = 1e3 * (time.perf_counter() - began)
+    alone = 1e3 * (time.process_time() - began)
     return (
         f"{case.name}: the program of a new structure takes {statistics.median(times):.1f} ms (median of {count}; "
         f"largest {max(times):.1f}; without seeds {alone:.1f})"

@@ -282,6 +282,65 @@ def test_a_factor_after_a_normalization_is_part_of_it():
     )
 
 
+class Weighted(nn.Module):
+    """A function of x, and of weights that are computed in the forward pass."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * 1.0, self.weight * 2.0, self.bias + 1.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: F.relu(F.batch_norm(x, None, None, w, b, True) + x),
+        lambda x, w, b: F.silu(F.group_norm(x, 2, w, b)) * b.view(4, 1, 1),
+        lambda x, w, b: F.rms_norm(F.relu(F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b)), (4,), b),
+    ],
+)
+def test_weights_of_a_normalization_may_be_computed_in_the_forward_pass(function):
+    agree(Weighted(function), *MAPS)
+
+
+def parts(x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((2, 5))]
+)
+def test_parts_of_examples_may_be_normalized_as_if_they_were_examples(norm):
+    agree(Of(lambda x, norm: F.relu(norm(parts(x)) + parts(x)).view(x.shape), norm), 3, 4, 2, 5)
+    agree(Of(lambda x, norm: F.relu(norm(parts(x))).view(x.shape), norm), 3, 4, 2, 5)
+
+
+STATISTICS = {
+    "largest": lambda x: (
+        x.amax((2, 3), keepdim=True) + F.relu(x).amax(1, keepdim=True) + F.relu(x).amax((1, 2, 3), True)
+    ),
+    "smallest": lambda x: x.amin(2) + F.relu(x).min(2)[0],
+    "first of the largest": lambda x: x.max(1)[0] + F.relu(x).max(1)[0],
+    "larger": lambda x: torch.maximum(x, x.flip(1)) + torch.maximum(F.relu(x), x.mean(1, keepdim=True) * 0.0),
+    "smaller": lambda x: torch.minimum(x, x.mean(1, keepdim=True)),
+    "logsumexp": lambda x: x.logsumexp((2, 3), keepdim=True) + x.logsumexp(1, keepdim=True),
+    "normalize": lambda x: F.normalize(x, dim=1) + F.normalize(x, p=1, dim=2),
+    "norm": lambda x: x.norm(dim=1),
+    "nothing to normalize": lambda x: F.normalize(F.relu(x - 9), dim=1) + F.relu(x - 9).std(1, keepdim=True),
+    "variance": lambda x: x.var((2, 3), keepdim=True) + x.var(-1, unbiased=False, keepdim=True),
+    "deviation": lambda x: x.std(-1) + sum(torch.var_mean(x, dim=3)),
+    "logarithms": lambda x: (x * x + 0.1).log2() + (x * x + 0.1).log10() + torch.exp2(x),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_norms_and_variances_give_what_pytorch_gives(name):
+    agree(STATISTICS[name], *MAPS)
+
+
 def test_running_statistics_of_single_examples_are_refused():
     with pytest.raises(NoRuleError, match="running statistics of single examples"):
         disagreement(nn.InstanceNorm2d(4, track_running_stats=True), torch.randn(7, *MAPS))
@@ -344,6 +403,26 @@ def test_images_are_pooled_resized_and_padded_as_in_pytorch(name):
 @pytest.mark.parametrize("name", MOVED_ROWS)
 def test_rows_are_pooled_resized_and_padded_as_in_pytorch(name):
     agree(MOVED_ROWS[name], 4, 7, batches=((7, None),))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LocalResponseNorm(3),
+        nn.MaxPool3d(2),
+        nn.MaxPool3d(3, 2, 1, ceil_mode=True),
+        nn.AvgPool3d(3, 2, 1),
+        nn.AvgPool3d((1, 2, 3), (2, 1, 2), ceil_mode=True, count_include_pad=False),
+        nn.AdaptiveAvgPool3d(1),
+    ],
+)
+def test_volumes_are_pooled_as_in_pytorch(layer):
+    agree(layer, 2, 5, 6, 5, batches=((7, None),))
+
+
+def test_images_of_parts_of_examples_are_pooled_and_shuffled():
+    agree(lambda x: F.max_pool2d(parts(x), 2).reshape(len(x), -1), 3, 4, 4, 4)
+    agree(lambda x: F.pixel_shuffle(parts(x), 2).reshape(len(x), -1), 3, 4, 4, 4)
 
 
 def test_a_maximum_that_is_nan_wins():

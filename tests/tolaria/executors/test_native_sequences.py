@@ -26,7 +26,7 @@ LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
 
 
 class Function(nn.Module):
-    """A function of weights w [12, 8], u [8, 12], v [12] and features [B, T, 12], which are computed from its inputs."""
+    """A function of weights w [12, 8], u [8, 12], v [12] and features [B, T, 12] that are computed from its inputs."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -94,6 +94,21 @@ def test_a_token_that_the_table_lacks_becomes_nan_and_has_no_gradient():
     assert torch.equal(found.weight_grads[:3], gradient_like(found.outputs).flatten()[[0, 6, 1]])
 
 
+class Placed(nn.Module):
+    """An embedding of tokens and one of their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.kinds = nn.Embedding(11, 5), nn.Embedding(9, 5), nn.Embedding(2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) + self.places(torch.arange(1, x.shape[1] + 1)) * self.kinds(torch.arange(x.shape[1]) % 2)
+
+
+def test_embeddings_of_constant_tokens_agree_with_pytorch():
+    assert disagreement(Placed(), tokens(20), chunk=16) is None
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -116,22 +131,20 @@ def test_attention_of_any_number_of_examples_agrees_with_pytorch(examples):
 
 FIRST_KEYS_HIDDEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu()
 EACH_HEAD = torch.linspace(-1, 1, 3 * TOKENS * TOKENS).view(3, TOKENS, TOKENS)
+INFINITIES = torch.zeros(1, 1).masked_fill(LATER, -math.inf)
 
 
 @pytest.mark.parametrize(
     "mask",
-    [
-        ~LATER,
-        FIRST_KEYS_HIDDEN,
-        EACH_HEAD[0],
-        EACH_HEAD,
-        EACH_HEAD[None, :, :1],
-        torch.zeros(1, 1).masked_fill(LATER, -math.inf),
-    ],
+    [~LATER, FIRST_KEYS_HIDDEN, EACH_HEAD[0], EACH_HEAD, EACH_HEAD[None, :, :1], INFINITIES],
     ids=["causal", "anticausal", "numbers", "each_head", "each_key", "infinities"],
 )
 def test_constant_masks_of_attention_agree_with_pytorch(mask):
     assert disagreement(attend(attn_mask=mask), features(9)) is None
+
+
+def test_large_masks_stay_within_the_lanes():
+    assert single(attend(attn_mask=300.0 + EACH_HEAD), features(9)) is None
 
 
 def test_keys_that_are_hidden_from_the_first_blocks_do_not_count():
@@ -151,15 +164,7 @@ def test_keys_that_are_hidden_from_the_first_blocks_do_not_count():
         lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x)[:, :1], heads(x)[:, :1]),
         lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=s.w[:TOKENS, :TOKENS]),
     ],
-    ids=[
-        "without_heads",
-        "fewer_queries",
-        "fewer_keys",
-        "learned_queries",
-        "short_values",
-        "shared_keys",
-        "learned_bias",
-    ],
+    ids=["no_heads", "fewer_queries", "fewer_keys", "learned_queries", "short_values", "shared_keys", "learned_bias"],
 )
 def test_attention_of_unlike_tensors_agrees_with_pytorch(function):
     assert disagreement(Function(function), features(9)) is None
@@ -231,6 +236,8 @@ PRODUCTS = {
     "einsum_from_heads": lambda s, x: torch.einsum("bthd,hdo->bto", in_heads(x), s.w.view(3, 4, 8)),
     "einsum_of_one": lambda s, x: torch.einsum("btd->dbt", x).transpose(0, 1),
     "einsum_sum": lambda s, x: torch.einsum("btd,bsd->bt", x, x),
+    "einsum_of_weights": lambda s, x: torch.einsum("td,de->te", s.u, s.w) + x[..., :8].sum((1, 2), keepdim=True),
+    "einsum_weight_first": lambda s, x: torch.einsum("de,btd->bte", s.w, x),
     "einsum_outer": lambda s, x: torch.einsum("bt,bd->btd", x[:, :, 0], x[:, 0]),
     "tensordot": lambda s, x: torch.tensordot(x, s.w, 1),
 }
@@ -251,6 +258,7 @@ def test_products_of_chunks_agree_with_pytorch(name):
     [
         lambda s, x: x.transpose(0, 1) @ x.transpose(0, 1).mT,
         lambda s, x: torch.einsum("btd,bsd->ts", x, x),
+        lambda s, x: torch.einsum("btd,csd->btcs", x, x),
         lambda s, x: torch.einsum("btt->bt", x[..., :TOKENS]),
         lambda s, x: torch.einsum("b...,b...->b", x, x),
         lambda s, x: torch.einsum("btd,dh,he->bte", x, s.w, s.w.t()),
@@ -269,9 +277,7 @@ ELEMENTWISE = {
     "cumsum_of_one": lambda s, x: x[:, :1].cumsum(1),
     "tril": lambda s, x: x.tril(),
     "triu": lambda s, x: x.triu(2) + x,
-    "masked_fill": lambda s, x: (
-        x.masked_fill(LATER, 2.0) if x.shape[-1] == TOKENS else x[..., :TOKENS].masked_fill(LATER, 2.0)
-    ),
+    "masked_fill": lambda s, x: x[..., :TOKENS].masked_fill(LATER, 2.0),
     "masked_fill_in_place": lambda s, x: (x[..., :TOKENS] * 1).masked_fill_(LATER, -3),
     "masked_scores": lambda s, x: (x @ x.mT).masked_fill(LATER, -math.inf).softmax(-1) @ x,
     "masked_fill_of_row": lambda s, x: x.masked_fill(torch.arange(WIDTH) % 3 == 0, 0.5),
@@ -279,10 +285,10 @@ ELEMENTWISE = {
     "where_number": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, -1.0),
     "where_number_first": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, 0.5, x),
     "where_weight": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, s.v),
-    "where_broadcast": lambda s, x: torch.where(
-        LATER[:, :1].repeat(1, 4)[None, :, :, None], x[:, :, None], x[:, :, None] * 2
-    ),
+    "where_broadcast": lambda s, x: torch.where(LATER[None, :, :4, None], x[:, :, None], x[:, :, None] * 2),
     "dropout_that_does_nothing": lambda s, x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False),
+    "new_zeros": lambda s, x: torch.cat([x.new_zeros(len(x), 2, WIDTH), x, x.new_ones(len(x), 1, WIDTH)], 1),
+    "full_like": lambda s, x: torch.full_like(x, 0.5) * x + torch.zeros_like(x) - torch.ones_like(x) / x.shape[1],
     "compared": lambda s, x: torch.where(x > 0, x, 0.1 * x),
     "masked_by_weights": lambda s, x: x.masked_fill(s.v == s.v[0], 2.0),
     "not": lambda s, x: torch.where(~(x >= s.v), x * x, 1.0),
@@ -417,6 +423,27 @@ class SelfAttention(nn.Module):
 )
 def test_multihead_attention_agrees_with_pytorch(module):
     assert disagreement(with_keyed_dropout(module), features(7)) is None
+
+
+class Padded(nn.Module):
+    """Attention to the tokens that are not padding, of learned queries or of the tokens themselves."""
+
+    def __init__(self, queries: int, need_weights: bool) -> None:
+        super().__init__()
+        self.table, self.attention = nn.Embedding(11, WIDTH), nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+        self.queries = nn.Parameter(torch.ones(1, queries, WIDTH)) if queries else None
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        q = h if self.queries is None else self.queries.expand(len(x), -1, -1)
+        return self.attention(q, h, h, key_padding_mask=x == 0, need_weights=self.need_weights)[0]
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_to_padded_tokens_agrees_with_pytorch(queries, need_weights):
+    assert disagreement(Padded(queries, need_weights), tokens(9).where(torch.arange(TOKENS) > 0, 3)) is None
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

@@ -111,8 +111,8 @@ inline Distances sequence(int features, int stride) { return {stride, int64_t(fe
 
 // -- sums over inputs and taps ----------------------------------------------------------------------------------------
 
-// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. Vectors are along the lanes, so each
-// weight is broadcast from where it is.
+// out[o] = bias[o] + sum of weight[o][c][tap] * in[c], each at the place of the tap. Vectors are along the lanes, so
+// each weight is broadcast from where it is.
 template <class T> struct Sums {
     const T *in, *weight, *bias;
     T* out;
@@ -474,19 +474,22 @@ template <class T> std::vector<Walk> walks_of(const Shape& s, const WeightGrad<T
 template <class T, int OS, int CS> void tile(const WeightGrad<T>& k, const Walk& walk, int o, int c, int taps) {
     wide<T> sum[OS][CS];
     ESPER_UNROLLED(i, OS) ESPER_UNROLLED(j, CS) sum[i][j] = wide<T>{};
-    const T *g_row = k.grad_out + o * k.to.channel + walk.g, *h_row = k.in + c * k.from.channel + walk.h;
-    for (int row = 0; row < walk.rows; ++row, g_row += walk.g_row, h_row += walk.h_row)
-        for (int lane = 0; lane < walk.lanes; lane += width<T>()) {
-            const T *g = g_row + lane, *h = h_row + lane;
-            for (int n = 0; n < walk.count; ++n, g += walk.g_next, h += walk.h_next) {
-                wide<T> here[CS];
-                ESPER_UNROLLED(j, CS) here[j] = load(h + j * k.from.channel);
-                ESPER_UNROLLED(i, OS) {
-                    const wide<T> to = load(g + i * k.to.channel);
-                    ESPER_UNROLLED(j, CS) sum[i][j] += to * here[j];
-                }
+    const int64_t g_jump = walk.g_row - (walk.count - 1) * walk.g_next;  // to the next row of the image
+    const int64_t h_jump = walk.h_row - (walk.count - 1) * walk.h_next;
+    for (int lane = 0; lane < walk.lanes; lane += width<T>()) {
+        const T *g = k.grad_out + o * k.to.channel + walk.g + lane, *h = k.in + c * k.from.channel + walk.h + lane;
+        for (int n = walk.rows * walk.count, left = walk.count; n > 0; --n) {  // rows are too short for own loops
+            wide<T> here[CS];
+            ESPER_UNROLLED(j, CS) here[j] = load(h + j * k.from.channel);
+            ESPER_UNROLLED(i, OS) {
+                const wide<T> to = load(g + i * k.to.channel);
+                ESPER_UNROLLED(j, CS) sum[i][j] += to * here[j];
             }
+            --left;
+            g += left ? walk.g_next : g_jump, h += left ? walk.h_next : h_jump;
+            left = left ? left : walk.count;
         }
+    }
     T total[OS * CS + width<T>()];
     totals<T, OS * CS>(&sum[0][0], total);
     T* grad = k.grad + (int64_t(o) * k.inputs + c) * taps + walk.tap;
@@ -597,7 +600,8 @@ template <class T> void panel_weight_grad(const Shape& s, const WeightGrad<T>& k
                     const T* g = k.grad_out + y.first * k.to.row + x.first * k.to.column + begin;
                     const int from = (y.first * s.stride_h + up - top) * s.width + x.first * s.stride_w + left;
                     const Sums<T> of_tap{panel + from * count * next, g, nullptr, sum + tap * tap_size,
-                                         y.last - y.first, k.outputs, {}, {k.inputs, 0, 0}, k.to.channel, 0, 0, 0, 0, true};
+                                         y.last - y.first, k.outputs, {}, {k.inputs, 0, 0}, k.to.channel, 0, 0, 0, 0,
+                                         true};
                     blocks(of_tap, steps, spots, size, g, 0, k.outputs);
                 }
             }

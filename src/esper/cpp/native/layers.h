@@ -7,14 +7,16 @@
 #include "lanes.h"
 
 #include <algorithm>
+#include <vector>
 
 // X(name, operands): see program.cpp.
 #define ESPER_LAYERS(X)                                                                                                \
     X(BATCH_NORM, "xxxxxXXxx") X(BATCH_NORM_BACKWARD, "xxxxxXxxxxx") X(BATCH_NORM_FIXED, "xxxxxxx")                    \
     X(BATCH_NORM_FIXED_BACKWARD, "xxxxxxxxxx") X(GROUP_NORM, "xxxxxxx") X(GROUP_NORM_BACKWARD, "xxxxxxxxxxx")          \
     X(ACTIVATE, "xx") X(ACTIVATE_BACKWARD, "xx") X(PRELU, "xxx") X(PRELU_BACKWARD, "xxxx") X(SOFTMAX, "xx")            \
-    X(SOFTMAX_BACKWARD, "xx") X(MAX_POOL, "xxx") X(MAX_POOL_BACKWARD, "xxx") X(AVERAGE_POOL, "xx")                     \
-    X(AVERAGE_POOL_BACKWARD, "xx") X(RESIZE, "xx") X(RESIZE_BACKWARD, "xx")
+    X(SOFTMAX_BACKWARD, "xx") X(REDUCE, "xx") X(REDUCE_BACKWARD, "xxxx") X(MAX_POOL, "xxx")                            \
+    X(MAX_POOL_BACKWARD, "xxx") X(AVERAGE_POOL, "xx") X(AVERAGE_POOL_BACKWARD, "xx") X(RESIZE, "xx")                   \
+    X(RESIZE_BACKWARD, "xx")
 
 namespace esper {
 
@@ -164,7 +166,8 @@ template <class T> inline T softplus_of(T x) {
     X(ERF, erf_of(x), g * T(1.12837916709551257390) * exp_of(-s * s))                                                  \
     X(SOFTSHRINK, x > a ? x - a : x < -a ? x + a : x * T(0), (s >= -a) & (s <= a) ? T(0) : g)                          \
     X(HARDSHRINK, (x >= -a) & (x <= a) ? T(0) : x, (s >= -a) & (s <= a) ? T(0) : g)                                    \
-    X(THRESHOLD, x <= a ? b : x, s <= a ? T(0) : g)
+    X(THRESHOLD, x <= a ? b : x, s <= a ? T(0) : g)                                                                    \
+    X(ROOT, std::sqrt(x), s == T(0) ? T(0) : g / (s + s))
 
 enum Function {
 #define X(name, of, back) name,
@@ -506,11 +509,12 @@ template <class T> void run_BATCH_NORM_FIXED_BACKWARD(const Call<T>& c) {
 // all groups have the same ones (layer normalization). Then an activation function f and a factor gamma may follow.
 struct Groups {
     int groups, channels, space;
-    bool own_weights;  // of each group
-    int weights() const { return own_weights ? groups * channels : channels; }
+    int own;  // groups that have weights of their own, before they repeat; 0: none
+    int weights() const { return (own ? own : 1) * channels; }
+    int weight_of(int group, int channel) const { return own ? group % own * channels + channel : channel; }
 };
 
-inline Groups groups_of(const int32_t* n) { return {n[0], n[1], n[2], n[3] != 0}; }
+inline Groups groups_of(const int32_t* n) { return {n[0], n[1], n[2], n[3]}; }
 
 // Mean and 1 / standard deviation over rows, for VS vectors of lanes: several, so that additions need not wait for each
 // other. One pass computes both by Welford's update, FEW rows at a time relative to the mean of the rows before. An
@@ -566,7 +570,7 @@ template <class T> void run_GROUP_NORM(const Call<T>& c) {
             moment(moments<T, 2>, 2);
             moment(moments<T, 1>, 1);
             for (int j = 0; j < n.channels; ++j) {
-                const int of = n.own_weights ? k * n.channels + j : j;
+                const int of = n.weight_of(k, j);
                 const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
                 const T factor = gamma ? gamma[of] : T(1);
                 for (int m = 0; m < n.space; ++m, x += stride, y += stride) {
@@ -582,59 +586,74 @@ template <class T> void run_GROUP_NORM(const Call<T>& c) {
     });
 }
 
-// p = {x, weight, bias, gamma, mean, rstd, g (in place), gradients of weight, bias and gamma, scratch}
+// The backward pass of group k for VS vectors of lanes, from `at` on; see run_GROUP_NORM_BACKWARD.
+template <class T, int VS, class F> void group_norm_backward(const Call<T>& c, Groups n, F f, int k, int at) {
+    constexpr int W = width<T>();
+    const int stride = c.chunk.stride, left = c.chunk.lanes - at;
+    const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3];
+    const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at, stats = int64_t(k) * stride + at;
+    wide<T> center[VS] = {}, scale[VS], first[VS] = {}, second[VS] = {};
+    for (int v = 0; v < VS; ++v) {
+        if (c.p[4]) center[v] = load(c.p[4] + stats + v * W);
+        scale[v] = load(c.p[5] + stats + v * W);
+    }
+    const T* row = c.p[0] + begin;
+    T* grad = c.p[6] + begin;
+    for (int j = 0; j < n.channels; ++j) {
+        const int of = n.weight_of(k, j);
+        const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0), factor = gamma ? gamma[of] : T(1);
+        wide<T> of_weight[VS] = {}, of_bias[VS] = {}, of_gamma[VS] = {};
+        for (int m = 0; m < n.space; ++m, row += stride, grad += stride)
+            for (int v = 0; v < VS; ++v) {
+                const wide<T> normed = (load(row + v * W) - center[v]) * scale[v];
+                wide<T> inner = load(grad + v * W);
+                if (F::function != IDENTITY || gamma) {
+                    const wide<T> argument = normed * w + shift;
+                    if (gamma) {
+                        of_gamma[v] += inner * value_of<T>(f, argument);
+                        inner *= factor;
+                    }
+                    inner = slope_of<T>(f, argument, inner);
+                }
+                of_weight[v] += inner * normed;
+                of_bias[v] += inner;
+                store<T>(grad + v * W, inner * w);
+            }
+        T* sum = c.p[10] + static_cast<int64_t>(of) * 3 * W;
+        for (int v = 0; v < VS; ++v) {
+            first[v] += of_bias[v] * w;
+            second[v] += of_weight[v] * w;
+            store<T>(sum, load(sum) + of_weight[v]);
+            store<T>(sum + W, load(sum + W) + of_bias[v]);
+            if (gamma) store<T>(sum + 2 * W, load(sum + 2 * W) + of_gamma[v]);
+        }
+    }
+    const T count = T(n.channels) * n.space;
+    for (int v = 0; v < VS; ++v) {
+        first[v] = c.p[4] ? first[v] / count : wide<T>{};
+        second[v] /= count;
+    }
+    row = c.p[0] + begin, grad = c.p[6] + begin;
+    for (int r = 0; r < n.channels * n.space; ++r, row += stride, grad += stride)
+        for (int v = 0; v < VS; ++v) {
+            const wide<T> normed = (load(row + v * W) - center[v]) * scale[v];
+            store_lanes<T>(grad + v * W, scale[v] * (load(grad + v * W) - first[v] - normed * second[v]), left - v * W);
+        }
+}
+
+// p = {x, weight, bias, gamma, mean, rstd, g (in place), gradients of weight, bias and gamma, scratch}. In scratch are
+// gradients before the lanes are added up: [weights][3][width].
 template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
     constexpr int W = width<T>();
     const Groups n = groups_of(c.n);
-    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
-    const T count = T(n.channels) * n.space;
-    const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3], *mean = c.p[4], *rstd = c.p[5];
-    T* sums = c.p[10];  // [weights][3][W]: gradients, before lanes are added up
-    const int64_t all = static_cast<int64_t>(n.weights()) * 3 * W;
-    std::memset(sums, 0, sizeof(T) * all);
+    T* sums = c.p[10];
+    std::memset(sums, 0, sizeof(T) * n.weights() * 3 * W);
     with_simple_function<T>(c.flag, c.number + 2, [&](auto f) {
-        for (int k = 0; k < n.groups; ++k)
-            for (int at = 0; at < stride; at += W) {
-                const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at;
-                const wide<T> center = mean ? load(mean + k * stride + at) : wide<T>{};
-                const wide<T> scale = load(rstd + k * stride + at);
-                wide<T> first = {}, second = {};
-                const T* row = c.p[0] + begin;
-                T* grad = c.p[6] + begin;
-                for (int j = 0; j < n.channels; ++j) {
-                    const int of = n.own_weights ? k * n.channels + j : j;
-                    const T w = weight ? weight[of] : T(1), shift = bias ? bias[of] : T(0);
-                    const T factor = gamma ? gamma[of] : T(1);
-                    wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
-                    for (int m = 0; m < n.space; ++m, row += stride, grad += stride) {
-                        const wide<T> normed = (load(row) - center) * scale;
-                        wide<T> inner = load(grad);
-                        if (f.function != IDENTITY || gamma) {
-                            const wide<T> argument = normed * w + shift;
-                            if (gamma) {
-                                of_gamma += inner * value_of<T>(f, argument);
-                                inner *= factor;
-                            }
-                            inner = slope_of<T>(f, argument, inner);
-                        }
-                        of_weight += inner * normed;
-                        of_bias += inner;
-                        store<T>(grad, inner * w);
-                    }
-                    first += of_bias * w;
-                    second += of_weight * w;
-                    T* sum = sums + static_cast<int64_t>(of) * 3 * W;
-                    store<T>(sum, load(sum) + of_weight);
-                    store<T>(sum + W, load(sum + W) + of_bias);
-                    if (gamma) store<T>(sum + 2 * W, load(sum + 2 * W) + of_gamma);
-                }
-                const wide<T> a = mean ? first / count : wide<T>{}, b = second / count;
-                row = c.p[0] + begin, grad = c.p[6] + begin;
-                for (int r = 0; r < n.channels * n.space; ++r, row += stride, grad += stride) {
-                    const wide<T> normed = (load(row) - center) * scale;
-                    store_lanes<T>(grad, scale * (load(grad) - a - normed * b), lanes - at);
-                }
-            }
+        for (int k = 0; k < n.groups; ++k) {
+            int at = 0;
+            for (; at + 2 * W <= c.chunk.stride; at += 2 * W) group_norm_backward<T, 2>(c, n, f, k, at);
+            for (; at < c.chunk.stride; at += W) group_norm_backward<T, 1>(c, n, f, k, at);
+        }
     });
     for (int of = 0; of < n.weights(); ++of, sums += 3 * W)
         for (int which = 0; which < 3; ++which)
@@ -643,24 +662,25 @@ template <class T> void run_GROUP_NORM_BACKWARD(const Call<T>& c) {
 
 // -- softmax ----------------------------------------------------------------------------------------------------------
 
-// n = {outer, size, inner}: over the middle axis; flag: its logarithm. Sixteen lanes at a time.
+// n = {outer, size, inner}: over the middle axis, sixteen lanes at a time. flag: its logarithm.
 constexpr int SIDE = 16;
 
 #define ESPER_EACH_OF_SIDE _Pragma("omp simd") for (int i = 0; i < SIDE; ++i)
 
-// Calls use(row, lanes) for the first row of each softmax, sixteen lanes at a time.
-template <class T, class Use> void each_softmax(const Call<T>& c, Use use) {
+// Calls use(first row, row without the middle axis, lanes), both with their lanes.
+template <class T, class Use> void each_line(const Call<T>& c, Use use) {
     const int stride = c.chunk.stride;
     for (int o = 0; o < c.n[0]; ++o)
         for (int k = 0; k < c.n[2]; ++k)
             for (int at = 0; at < stride; at += SIDE)
-                use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at, c.chunk.lanes - at);
+                use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at,
+                    (static_cast<int64_t>(o) * c.n[2] + k) * stride + at, c.chunk.lanes - at);
 }
 
 template <class T> void run_SOFTMAX(const Call<T>& c) {
     const int size = c.n[1];
     const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
-    each_softmax(c, [&](int64_t begin, int lanes) {
+    each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* x = c.p[0] + begin;
         T* y = c.p[1] + begin;
         T best[SIDE], sum[SIDE] = {};
@@ -693,7 +713,7 @@ template <class T> void run_SOFTMAX(const Call<T>& c) {
 template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
     const int size = c.n[1];
     const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
-    each_softmax(c, [&](int64_t begin, int lanes) {
+    each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* y = c.p[0] + begin;
         T* g = c.p[1] + begin;
         T sum[SIDE] = {};
@@ -706,6 +726,56 @@ template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
                 const T value = c.flag ? own - exp_of(of) * sum[i] : of * (own - sum[i]);
                 g[j * step + i] = i < lanes ? value : T(0);
             }
+        }
+    });
+}
+
+enum Reduction { LARGEST, SMALLEST, LOG_SUM };
+
+// n as above: the largest or smallest number along the middle axis (NaN wins), or the logarithm of the sum of
+// exponentials.
+// p = {x, y}
+template <class T> void run_REDUCE(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    const T sign = c.flag == SMALLEST ? T(-1) : T(1);
+    each_line(c, [&](int64_t begin, int64_t out, int lanes) {
+        const T* x = c.p[0] + begin;
+        T best[SIDE], sum[SIDE] = {};
+        ESPER_EACH_OF_SIDE best[i] = sign * x[i];
+        for (int j = 1; j < size; ++j) {
+            ESPER_EACH_OF_SIDE best[i] = later_wins(best[i], sign * x[j * step + i]) ? sign * x[j * step + i] : best[i];
+        }
+        if (c.flag == LOG_SUM) {  // an infinite number is the sum
+            for (int j = 0; j < size; ++j) {
+                ESPER_EACH_OF_SIDE sum[i] += exp_of(x[j * step + i] - best[i]);
+            }
+            ESPER_EACH_OF_SIDE best[i] += best[i] - best[i] == T(0) ? log_of(sum[i]) : T(0);
+        }
+        ESPER_EACH_OF_SIDE c.p[1][out + i] = i < lanes ? sign * best[i] : T(0);
+    });
+}
+
+// p = {x, y, g, gradient of x}. Equal extremes share the gradient, or the first one gets it (number[0]).
+template <class T> void run_REDUCE_BACKWARD(const Call<T>& c) {
+    const int size = c.n[1];
+    const int64_t step = static_cast<int64_t>(c.n[2]) * c.chunk.stride;
+    const bool first = c.number[0] != 0.0;
+    each_line(c, [&](int64_t begin, int64_t out, int lanes) {
+        const T *x = c.p[0] + begin, *y = c.p[1] + out, *g = c.p[2] + out;
+        T* grad = c.p[3] + begin;
+        T count[SIDE] = {};
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE {
+                const T own = x[j * step + i], share = c.flag == LOG_SUM ? exp_of(own - y[i])
+                                                       : own == y[i] || (own != own && y[i] != y[i]) ? T(1) : T(0);
+                grad[j * step + i] = first && count[i] > T(0) ? T(0) : share;
+                count[i] += share;
+            }
+        }
+        ESPER_EACH_OF_SIDE count[i] = i < lanes ? (first || c.flag == LOG_SUM ? g[i] : g[i] / count[i]) : T(0);
+        for (int j = 0; j < size; ++j) {
+            ESPER_EACH_OF_SIDE grad[j * step + i] = i < lanes ? grad[j * step + i] * count[i] : T(0);
         }
     });
 }
@@ -928,12 +998,14 @@ template <class T> Between<T> between(int rule, int size, double step, int i) {
 // Calls use(rows of the input's corners, their shares, row of the output).
 template <class T, class Use> void each_resized(const Call<T>& c, Use use) {
     const int channels = c.n[0], height = c.n[1], width_ = c.n[2], rows = c.n[3], columns = c.n[4];
+    std::vector<Between<T>> of_column(columns);
+    for (int j = 0; j < columns; ++j) of_column[j] = between<T>(c.flag, width_, c.number[1], j);
     int64_t out = 0;
     for (int k = 0; k < channels; ++k)
         for (int i = 0; i < rows; ++i) {
             const Between<T> y = between<T>(c.flag, height, c.number[0], i);
             for (int j = 0; j < columns; ++j, ++out) {
-                const Between<T> x = between<T>(c.flag, width_, c.number[1], j);
+                const Between<T> x = of_column[j];
                 const int64_t upper = (static_cast<int64_t>(k) * height + y.first) * width_;
                 const int64_t lower = (static_cast<int64_t>(k) * height + y.second) * width_;
                 const int64_t corner[4] = {upper + x.first, upper + x.second, lower + x.first, lower + x.second};
@@ -951,7 +1023,7 @@ template <class T> void run_RESIZE(const Call<T>& c) {
         T* y = c.p[1] + out * stride;
         const T *a = c.p[0] + corner[0] * stride, *b = c.p[0] + corner[1] * stride;
         if (c.flag <= NEAREST_EXACT) {
-            std::memcpy(y, a, sizeof(T) * lanes);
+            ESPER_EACH_LANE y[lane] = a[lane];
             return;
         }
         const T *d = c.p[0] + corner[2] * stride, *e = c.p[0] + corner[3] * stride;

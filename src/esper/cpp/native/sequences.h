@@ -428,6 +428,9 @@ template <class T> struct Attention {
             top[i] = load(own), inverse[i] = load(own + int64_t(heads) * queries * stride);
             inner[i] = load(delta + i * width<T>());
         }
+        if (mask)  // beyond the lanes, where `stats` is zero, a mask could be larger than the largest score
+            for (int j = 0; j < count; ++j)
+                for (int i = 0; i < Q; ++i) p[j][i] = p[j][i] > top[i] ? top[i] : p[j][i];
         for (int j = 0; j < count; ++j)
             for (int i = 0; i < Q; ++i) {
                 p[j][i] = exp_below(p[j][i] - top[i]) * inverse[i];

@@ -23,6 +23,7 @@ from esper.tolaria.executors.native.lowering import (
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     affine,
+    broadcast,
     cat,
     mul,
     permute,
@@ -31,19 +32,20 @@ from esper.tolaria.executors.native.rules import (
     slice_,
     total,
 )
-from esper.tolaria.executors.native.trace import FUSIONS, aten, joined, only_user
+from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, joined, only_user
 
 Function = IntEnum(
     "Function",
     "IDENTITY RELU HARDTANH SILU HARDSWISH LEAKY_RELU ELU GELU GELU_TANH MISH HARDSIGMOID SIGMOID TANH SOFTPLUS EXP "
-    "EXPM1 LOG LOG1P SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF SOFTSHRINK HARDSHRINK THRESHOLD",
+    "EXPM1 LOG LOG1P SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF SOFTSHRINK HARDSHRINK "
+    "THRESHOLD ROOT",
     start=0,
 )
 """As in layers.h. The first five can be part of a normalization."""
 
 _FROM_OUTPUT: Final = {
     Function.RELU, Function.HARDTANH, Function.SIGMOID, Function.TANH, Function.EXP, Function.EXPM1, Function.SQRT,
-    Function.RSQRT, Function.RECIPROCAL,
+    Function.RSQRT, Function.RECIPROCAL, Function.ROOT,
 }  # fmt: skip
 """Functions whose slope layers.h computes from their value; that of the others comes from their argument."""
 
@@ -189,6 +191,32 @@ def power_of_number(low: Lowering, base: float, x: Any) -> Value:
     return activate(low, affine(low, low.value(x), math.log(base), 0.0), Function.EXP)
 
 
+_LOGARITHMS = {"log2": 1.0 / math.log(2.0), "log10": 1.0 / math.log(10.0)}
+
+
+def _register_logarithm(name: str, factor: float) -> None:
+    def logarithm(low: Lowering, x: Any) -> Value:
+        return affine(low, activate(low, x, Function.LOG), factor, 0.0)
+
+    rule(f"{name}.default")(logarithm)
+
+
+for _name, _factor in _LOGARITHMS.items():
+    _register_logarithm(_name, _factor)
+
+
+@rule("exp2.default", "special_exp2.default")
+def exp2(low: Lowering, x: Any) -> Value:
+    return activate(low, affine(low, low.value(x), math.log(2.0), 0.0), Function.EXP)
+
+
+@rule("rrelu.default")
+def rrelu(low: Lowering, x: Any, least: float = 1 / 8, most: float = 1 / 3, training: bool = False) -> Value:
+    if training:
+        raise low.refuse("random slopes")
+    return leaky_relu(low, x, (least + most) / 2)
+
+
 @rule("glu.default")
 def glu(low: Lowering, x: Any, dim: int = -1) -> Value:
     dim = dim % len(x.shape)
@@ -261,8 +289,17 @@ def _place(x: Weight | None) -> Place | None:
 def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
                 eps: float, simple: _Simple = _NOTHING, other: Value | None = None) -> Value:  # fmt: skip
     """f(bn(x) + other)."""
-    x = low.leading(given)
+    x = low.value(given)
+    if x.axis == 0 and not x.leads:
+        return _with_parts(
+            low, x, lambda h: _batch_norm(low, h, weight, bias, mean, var, training, momentum, eps, simple)
+        )
+    x = low.leading(x)
     channels, (function, numbers) = x.features[0], simple
+    if isinstance(weight, Value) or isinstance(bias, Value):
+        assert other is None, "fused without computed weights"
+        plain = _batch_norm(low, x, None, None, mean, var, training, momentum, eps)
+        return activate(low, _affine_channels(low, plain, weight, bias), function, *numbers)
     sizes, numbers = (channels, x.size // channels), (eps, momentum, *numbers)
     w, b = _optional(low, weight, channels), _optional(low, bias, channels)
     running = _place(_optional(low, mean, channels)), _place(_optional(low, var, channels))
@@ -296,6 +333,24 @@ def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, va
     return low.result(y, backward, x, w, b, other)
 
 
+def _with_parts(low: Lowering, x: Value, normalize: Callable[[Value], Value]) -> Value:
+    """Of values whose first axis is that of the examples and of parts of them: the parts become an axis of space."""
+    parts = x.dims[0]
+    apart = permute(low, low.view(x, (BATCH, parts, *x.shape[1:]), 0), [0, 2, 1, *range(3, len(x.shape) + 1)])
+    y = permute(low, normalize(apart), [0, 2, 1, *range(3, len(x.shape) + 1)])
+    return low.view(y, x.shape, 0, x.outer)
+
+
+def _affine_channels(low: Lowering, y: Value, weight: Any, bias: Any, shape: Dims | None = None) -> Value:
+    """A weight times y plus a bias, which were computed in the forward pass."""
+    full = (-1, *(1 for _ in y.shape[2:])) if shape is None else shape
+    view, found = RULES[aten.view.default], y
+    if weight is not None:
+        found = mul(low, found, view(low, weight, full))
+    added: Value = found if bias is None else RULES[aten.add.Tensor](low, found, view(low, bias, full))
+    return added
+
+
 @rule("batch_norm.default")
 def batch_norm(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
                eps: float, _: bool) -> Value:  # fmt: skip
@@ -310,7 +365,9 @@ def fused_batch_norm() -> None:
 def _fused_batch_norm(low: Lowering, function: int, numbers: tuple[float, ...], other: Any, *arguments: Any) -> Value:
     x, weight, bias, mean, var, training, momentum, eps, _ = arguments
     given, simple = (x, weight, bias, mean, var, training, momentum, eps), (Function(function), tuple(numbers))
-    if other is None or (isinstance(other, Value) and other.leads and other.shape == x.shape):
+    computed = isinstance(weight, Value) or isinstance(bias, Value)
+    alike = isinstance(other, Value) and other.leads and other.shape == x.shape
+    if other is None or (alike and not computed):
         return _batch_norm(low, *given, simple, other)
     return activate(low, RULES[aten.add.Tensor](low, _batch_norm(low, *given), other), *_spread(simple))
 
@@ -319,12 +376,18 @@ def _spread(simple: _Simple) -> tuple[Any, ...]:
     return (simple[0], *simple[1])
 
 
-def _normalize(low: Lowering, x: Value, groups: Dims, w: Weight | None, b: Weight | None, eps: float, *,
+def _normalize(low: Lowering, x: Value, groups: Dims, weight: Any, bias: Any, shape: Dims, eps: float, *,
                centered: bool = True, simple: _Simple = _NOTHING, gamma: Weight | None = None) -> Value:  # fmt: skip
-    """Factor gamma times f((x - mean) / deviation * w + b); `groups` as in layers.h."""
+    """Factor gamma times f((x - mean) / deviation * weight + bias); `groups` as in layers.h, weights have a shape."""
+    if isinstance(weight, Value) or isinstance(bias, Value):
+        plain = _normalize(low, x, groups, None, None, shape, eps, centered=centered)
+        moved = _affine_channels(low, plain, weight, bias, None if groups[3] else shape)
+        found = activate(low, moved, *_spread(simple))
+        return found if gamma is None else mul(low, found, gamma)
+    w, b = _optional(low, weight, *shape), _optional(low, bias, *shape)
     function, numbers = simple
     numbers = (eps, 0.0, *numbers)
-    weights = groups[0] * groups[1] if groups[3] else groups[1]
+    weights = max(groups[3], 1) * groups[1]
     y, mean, rstd = low.like(x), low.rows(groups[0]) if centered else None, low.rows(groups[0])
     of_x = x.rows, _place(w), _place(b), _place(gamma), mean, rstd
     low.emit(Operation.GROUP_NORM, *of_x, y.rows, sizes=groups, flag=function, numbers=numbers)
@@ -346,11 +409,14 @@ _WIDEST = 16
 
 def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
                 _: bool = True, **after: Any) -> Value:  # fmt: skip
-    x = low.leading(x)
-    channels = x.features[0]
-    low.a.normalizes(x.features, groups=groups)
-    sizes = groups, channels // groups, x.size // channels, 1
-    return _normalize(low, x, sizes, _optional(low, weight, channels), _optional(low, bias, channels), eps, **after)
+    x = low.value(x)
+    if x.axis != 0:
+        raise low.refuse("features whose first axis is not that of the examples")
+    channels = x.shape[1]
+    if x.leads:
+        low.a.normalizes(x.features, groups=groups)
+    sizes = x.dims[0] * groups, channels // groups, x.size // (x.dims[0] * channels), groups
+    return _normalize(low, x, sizes, weight, bias, (channels,), eps, **after)
 
 
 def _last(low: Lowering, x: Any, shape: Sequence[int]) -> tuple[Value, Dims]:
@@ -365,14 +431,14 @@ def _last(low: Lowering, x: Any, shape: Sequence[int]) -> tuple[Value, Dims]:
 def _layer_norm(low: Lowering, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5,
                 _: bool = True, **after: Any) -> Value:  # fmt: skip
     x, groups = _last(low, x, shape)
-    return _normalize(low, x, groups, _optional(low, weight, *shape), _optional(low, bias, *shape), eps, **after)
+    return _normalize(low, x, groups, weight, bias, tuple(shape), eps, **after)
 
 
 def _rms_norm(low: Lowering, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None,
               **after: Any) -> Value:  # fmt: skip
     x, groups = _last(low, x, shape)
     smallest = -1.0 if eps is None else eps  # that of the type of the numbers, which the kernel knows
-    return _normalize(low, x, groups, _optional(low, weight, *shape), None, smallest, centered=False, **after)
+    return _normalize(low, x, groups, weight, None, tuple(shape), smallest, centered=False, **after)
 
 
 def _instance_norm(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, by_input: bool,
@@ -405,6 +471,144 @@ def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tup
     return mul(low, normalize(low, *arguments, simple=simple), gamma)
 
 
+# -- extremes and other statistics -------------------------------------------------------------------------------------
+
+
+_LARGEST, _SMALLEST, _LOG_SUM = range(3)
+"""Kinds of REDUCE."""
+
+
+def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first: bool = False) -> Value:
+    """Over axes that follow each other."""
+    x = low.value(x)
+    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    gone = sorted({d % len(x.shape) for d in every})
+    if x.axis in gone:
+        raise low.refuse("numbers of several examples as one")
+    if any(x.dims[d] != 1 for d in range(gone[0], gone[-1] + 1) if d not in gone):
+        raise low.refuse("extremes over axes that do not follow each other")
+    sizes = tuple(math.prod(x.dims[a:b]) for a, b in ((0, gone[0]), (gone[0], gone[-1] + 1), (gone[-1] + 1, None)))
+    y = replace(x, rows=Rows(0, 0), shape=tuple(1 if d in gone else n for d, n in enumerate(x.shape)), needs=False)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.REDUCE, x.rows, y.rows, sizes=sizes, flag=kind)
+
+    def backward(g: Rows) -> None:
+        operands, numbers = (x.rows, y.rows, g), (float(first),)
+        low.into(
+            x,
+            lambda grad: low.emit(Operation.REDUCE_BACKWARD, *operands, grad, sizes=sizes, flag=kind, numbers=numbers),
+        )
+
+    found = low.result(y, backward, x)
+    if keepdim:
+        return found
+    shape = tuple(n for d, n in enumerate(y.shape) if d not in gone)
+    return low.view(found, shape, None if x.axis is None else x.axis - sum(d < x.axis for d in gone), x.outer)
+
+
+@rule("amax.default")
+def amax(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LARGEST)
+
+
+@rule("amin.default")
+def amin(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _SMALLEST)
+
+
+@rule("max.dim")
+def max_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _LARGEST, first=True), None
+
+
+@rule("min.dim")
+def min_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _SMALLEST, first=True), None
+
+
+@rule("logsumexp.default")
+def logsumexp(low: Lowering, x: Any, dim: Any, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LOG_SUM)
+
+
+def _of_two(low: Lowering, a: Any, b: Any, kind: int) -> Value:
+    a, b, like = broadcast(low, low.value(a), low.value(b))
+    both = [RULES[aten.unsqueeze.default](low, RULES[aten.expand.default](low, x, like.shape), 0) for x in (a, b)]
+    return _reduce(low, cat(low, both, 0), 0, False, kind)
+
+
+@rule("maximum.default", "max.other")
+def maximum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _LARGEST)
+
+
+@rule("minimum.default", "min.other")
+def minimum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _SMALLEST)
+
+
+@rule("linalg_vector_norm.default")
+def vector_norm(low: Lowering, x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *,
+                dtype: Any = None) -> Value:  # fmt: skip
+    if order not in (1, 2) or dtype is not None:
+        raise low.refuse(f"the norm of order {order}")
+    if order == 1:
+        return total(low, activate(low, x, Function.ABS), dim, keepdim, mean=False)
+    return activate(low, total(low, activate(low, x, Function.SQUARE), dim, keepdim, mean=False), Function.ROOT)
+
+
+@rule("norm.ScalarOpt_dim", "norm.Scalar")
+def norm(low: Lowering, x: Any, order: float | None = 2, dim: Any = None, keepdim: bool = False) -> Value:
+    return vector_norm(low, x, 2 if order is None else order, dim, keepdim)
+
+
+def _var_mean(low: Lowering, x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Value, Value]:
+    x = low.value(x)
+    center = total(low, x, dim, True, mean=True)
+    squares = activate(low, RULES[aten.sub.Tensor](low, x, center), Function.SQUARE)
+    count = x.size // center.size
+    free = count - (1.0 if correction is None else correction)
+    if free <= 0:
+        raise low.refuse(f"the variance of {count} numbers")
+    variance = affine(low, total(low, squares, dim, keepdim, mean=False), 1.0 / free, 0.0)
+    return variance, center if keepdim else total(low, center, dim, False, mean=False)
+
+
+@rule("var.correction")
+def var(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
+    return _var_mean(low, x, dim, correction, keepdim)[0]
+
+
+@rule("std.correction")
+def std(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
+    return activate(low, _var_mean(low, x, dim, correction, keepdim)[0], Function.ROOT)
+
+
+def _corrected(unbiased: bool) -> float:
+    return 1.0 if unbiased else 0.0
+
+
+@rule("var.dim")
+def var_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
+    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)[0]
+
+
+@rule("std.dim")
+def std_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
+    return activate(low, var_dim(low, x, dim, unbiased, keepdim), Function.ROOT)
+
+
+@rule("var_mean.dim")
+def var_mean_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> tuple[Value, Value]:
+    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)
+
+
+@rule("var_mean.correction")
+def var_mean(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None,
+             keepdim: bool = False) -> tuple[Value, Value]:  # fmt: skip
+    return _var_mean(low, x, dim, correction, keepdim)
+
+
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
 _BOUNDED = (aten.hardtanh.default, aten.hardtanh_.default)
@@ -424,7 +628,8 @@ def _simple_after(node: fx.Node) -> tuple[fx.Node, _Simple] | None:
         return None
     function, numbers = _SIMPLE[found.target]
     if found.target in _BOUNDED:
-        numbers = tuple(float(bound) for bound in (*found.args[1:], *numbers[len(found.args) - 1 :]))
+        bounds: list[Any] = [*found.args[1:], *numbers[len(found.args) - 1 :]]
+        numbers = float(bounds[0]), float(bounds[1])
     return found, (function, numbers)
 
 
@@ -437,9 +642,8 @@ def _keeps(first: fx.Node, last: fx.Node) -> bool:
     node = first.next
     while node is not last:
         schema = getattr(node.target, "_schema", None)
-        if node.target is torch._C._set_grad_enabled or (
-            node.target is first.target and node.args[3:5] == first.args[3:5]
-        ):
+        same = node.target is first.target is aten.batch_norm.default and node.args[3] is first.args[3]
+        if node.target is torch._C._set_grad_enabled or (same and node.args[3] is not None):
             return False
         if schema is not None and schema.is_mutable:
             root = node.args[0]
@@ -569,11 +773,12 @@ def _max_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int]) -> Value
 
 
 def _average_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int], padded: bool, divisor: int | None) -> Value:
-    y, options = _with_space(low, x, out), {"flag": int(padded), "numbers": (float(divisor or 0),)}
-    low.emit(Operation.AVERAGE_POOL, x.rows, y.rows, sizes=sizes, **options)
+    y, numbers = _with_space(low, x, out), (float(divisor or 0),)
+    low.emit(Operation.AVERAGE_POOL, x.rows, y.rows, sizes=sizes, flag=padded, numbers=numbers)
 
     def backward(g: Rows) -> None:
-        low.into(x, lambda grad: low.emit(Operation.AVERAGE_POOL_BACKWARD, g, grad, sizes=sizes, **options))
+        operation = Operation.AVERAGE_POOL_BACKWARD
+        low.into(x, lambda grad: low.emit(operation, g, grad, sizes=sizes, flag=padded, numbers=numbers))
 
     return low.result(y, backward, x)
 
@@ -628,12 +833,54 @@ def _register_pools(axes: int) -> None:
 for _axes in (1, 2):
     _register_pools(_axes)
 
+
+def _apart(low: Lowering, x: Any, pool: Callable[..., Value], *by_axis: Any) -> Value:
+    """Volumes are pooled as images, then along their depth; arguments have one number, or one for each axis."""
+    x = _planes(low, x, 3)
+    of = [_numbers_of(numbers, 3) for numbers in by_axis]
+    flat = pool(low, x, *(numbers[1:] for numbers in of))
+    depth, area = flat.shape[-3], flat.shape[-2] * flat.shape[-1]
+    lines = low.value(reshaped(low, flat, (*flat.shape[:-3], depth, area)))
+    deep = pool(low, lines, *((numbers[0], one) for numbers, one in zip(of, (1, 1, 0, 1), strict=False)))
+    return low.value(reshaped(low, deep, (*flat.shape[:-3], deep.shape[-2], *flat.shape[-2:])))
+
+
+@rule("max_pool3d.default")
+def max_pool3d(low: Lowering, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+               ceil: bool = False) -> Value:  # fmt: skip
+    def pool(*arguments: Any) -> Value:
+        found: Value = RULES[aten.max_pool2d.default](*arguments, ceil)
+        return found
+
+    return _apart(low, x, pool, kernel, stride or kernel, padding, dilation)
+
+
+@rule("avg_pool3d.default")
+def avg_pool3d(low: Lowering, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False,
+               padded: bool = True, divisor: int | None = None) -> Value:  # fmt: skip
+    if divisor is not None:
+        raise low.refuse("a divisor of its own")
+
+    def pool(*arguments: Any) -> Value:
+        found: Value = RULES[aten.avg_pool2d.default](*arguments, ceil, padded)
+        return found
+
+    return _apart(low, x, pool, kernel, stride or kernel, padding)
+
+
+@rule("adaptive_avg_pool3d.default")
+def adaptive_avg_pool3d(low: Lowering, x: Any, given: Any) -> Value:
+    if set(_numbers_of(given, 3)) != {1}:
+        raise low.refuse("volumes that are shared out")
+    return total(low, _planes(low, x, 3), [-3, -2, -1], True, mean=True)
+
+
 # -- moving pixels -----------------------------------------------------------------------------------------------------
 
 
 @rule("pixel_shuffle.default")
 def pixel_shuffle(low: Lowering, x: Any, factor: int) -> Any:
-    x = low.leading(x)
+    x = _planes(low, x, 3)
     batch, channels, height, width = x.shape
     apart = low.value(reshaped(low, x, (batch, channels // factor**2, factor, factor, height, width)))
     moved = permute(low, apart, [0, 1, 4, 2, 5, 3])
@@ -642,7 +889,7 @@ def pixel_shuffle(low: Lowering, x: Any, factor: int) -> Any:
 
 @rule("pixel_unshuffle.default")
 def pixel_unshuffle(low: Lowering, x: Any, factor: int) -> Any:
-    x = low.leading(x)
+    x = _planes(low, x, 3)
     batch, channels, height, width = x.shape
     apart = low.value(reshaped(low, x, (batch, channels, height // factor, factor, width // factor, factor)))
     moved = permute(low, apart, [0, 1, 3, 5, 2, 4])
@@ -651,7 +898,7 @@ def pixel_unshuffle(low: Lowering, x: Any, factor: int) -> Any:
 
 @rule("channel_shuffle.default", "native_channel_shuffle.default")
 def channel_shuffle(low: Lowering, x: Any, groups: int) -> Any:
-    x = low.leading(x)
+    x = _planes(low, x, 3)
     batch, channels, *space = x.shape
     apart = low.value(reshaped(low, x, (batch, groups, channels // groups, math.prod(space))))
     return reshaped(low, permute(low, apart, [0, 2, 1, 3]), x.shape)
@@ -785,11 +1032,12 @@ def _resize(low: Lowering, x: Any, axes: int, kind: int, size: Sequence[int] | N
             steps.append(1.0 / factor if factor else n / m)
     more = (1,) * (2 - axes)
     sizes = (x.size // math.prod(space), *more, *space, *more, *out)
-    y, options = _with_space(low, x, out), {"flag": kind, "numbers": tuple(steps)}
-    low.emit(Operation.RESIZE, x.rows, y.rows, sizes=sizes, **options)
+    y, numbers = _with_space(low, x, out), tuple(steps)
+    low.emit(Operation.RESIZE, x.rows, y.rows, sizes=sizes, flag=kind, numbers=numbers)
 
     def backward(g: Rows) -> None:
-        low.into(x, lambda grad: low.emit(Operation.RESIZE_BACKWARD, g, grad, sizes=sizes, **options))
+        operation = Operation.RESIZE_BACKWARD
+        low.into(x, lambda grad: low.emit(operation, g, grad, sizes=sizes, flag=kind, numbers=numbers))
 
     return low.result(y, backward, x)
 

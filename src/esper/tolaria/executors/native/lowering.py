@@ -24,13 +24,13 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, fx
 
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
-from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant
+from esper.tolaria.executors.native.trace import BATCH, NoRuleError, constant, part
 
 AXES: Final = 6
 """Most axes of an elementwise operation, as in tensors.h."""
@@ -108,14 +108,15 @@ class Weight:
 
 Backward = Callable[[Rows], None]
 Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 """By the target of a node."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[R], R]:
     """Register a rule for aten operations with these names, such as "add.Tensor"."""
 
-    def register(found: Rule) -> Rule:
+    def register(found: R) -> R:
         for name in names:
             packet, overload = name.split(".")
             RULES[getattr(getattr(torch.ops.aten, packet), overload)] = found
@@ -124,10 +125,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def rule_of(target: Any) -> Callable[[Rule], Rule]:
+def rule_of(target: Any) -> Callable[[R], R]:
     """Register a rule for a target of a fusion, or any other operation."""
 
-    def register(found: Rule) -> Rule:
+    def register(found: R) -> R:
         RULES[target] = found
         return found
 
@@ -370,6 +371,7 @@ class Constants:
 
 State = frozenset[str]
 """Slots that are on."""
+_NO_SLOT: Final = State()
 
 
 def run_graph(
@@ -398,8 +400,11 @@ def run_graph(
     enabled = low.needs
     for node in graph.nodes:
         if node.op == "placeholder":
-            upstream[node] = frozenset()
-            env[node, frozenset()] = next(inputs)
+            upstream[node], env[node, _NO_SLOT] = _NO_SLOT, next(inputs)
+            continue
+        if node.target is part:
+            source, offset, shape = node.args
+            upstream[node], env[node, _NO_SLOT] = _NO_SLOT, env[source, _NO_SLOT].part(offset, shape)
             continue
         sources = [current.get(source, source) for source in node.all_input_nodes]
         own = frozenset().union(*(upstream[source] for source in sources)) if sources else frozenset()

@@ -31,8 +31,14 @@ def reshaped(low: Lowering, x: Value | Weight, shape: Dims) -> Value | Weight:
     """The same numbers in another shape, which PyTorch has worked out."""
     if isinstance(x, Weight):
         return replace(x, shape=shape)
-    if x.axis is None:
+    if x.axis is None and math.prod(shape) == x.size:
         return low.view(x, shape, None)
+    if x.axis is None:  # `expand` has left an axis of the examples at size 1
+        ones = [d for d, size in enumerate(x.shape) if size == 1]
+        if len(ones) != 1 or math.prod(shape) != x.size * BATCH:
+            raise low.refuse(f"a reshape from {x.shape} to {shape}")
+        x = low.view(x, (*x.shape[: ones[0]], BATCH, *x.shape[ones[0] + 1 :]), ones[0])
+    assert x.axis is not None
     before, merged, sizes = math.prod(x.shape[: x.axis]) * x.outer, 1, list(shape)
     for axis, size in enumerate(sizes):
         outer, rest = divmod(before, merged)

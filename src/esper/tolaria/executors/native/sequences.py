@@ -28,12 +28,14 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-from esper.tolaria.executors.native.trace import FUSIONS, aten
+from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, part
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
 _WIDEST: Final = 16
 """Lanes that a kernel treats at once."""
+_EXACT: Final = 2**24
+"""Whole numbers up to here are exact in float32."""
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
@@ -41,12 +43,20 @@ _WIDEST: Final = 16
 
 @rule("embedding.default")
 def embedding(low: Lowering, weight: Any, tokens: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False,
-              sparse: bool = False) -> Value:  # fmt: skip
+              sparse: bool = False) -> Value | Weight:  # fmt: skip
     """Rows of a table; tokens are whole numbers."""
     if scale_grad_by_freq or sparse:
         raise low.refuse("an embedding whose gradient is sparse or depends on how often a token occurs")
     x = low.value(tokens)
     entries, each = weight.shape
+    if entries > _EXACT:
+        raise low.refuse(f"a table of {entries} entries")
+    if isinstance(tokens, Tensor) and isinstance(weight, Weight) and padding_idx < 0 and tokens.numel():
+        first = int(tokens.flatten()[0])
+        if first >= 0 and torch.equal(tokens.flatten(), torch.arange(first, first + tokens.numel())):
+            if first + tokens.numel() > entries:
+                raise low.refuse("a token that the table lacks")
+            return weight.part(first * each, (*tokens.shape, each))  # such as positions
     w = low.weight(weight, entries, each)
     y = replace(x, rows=low.rows(x.size * each), shape=(*x.shape, each), needs=False)
     sizes = (x.size, entries, each)
@@ -63,7 +73,7 @@ def one_hot(low: Lowering, tokens: Any, classes: int = -1) -> Value:
     """A row of an identity matrix for each token."""
     if classes < 0:
         raise low.refuse("a number of classes that depends on the tokens")
-    return embedding(low, torch.eye(classes), tokens)
+    return low.value(embedding(low, torch.eye(classes), tokens))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -94,23 +104,21 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scal
     if mask is not None:
         mask, own_masks = _score_mask(low, mask, q, (queries, keys), heads)
         place = low.constants.place(mask)
-    masks, numbers = None, (scale,)
-    if p > 0.0:
-        masks = low.next_masks(-(-queries // _PART))
-        numbers = (*numbers, *_draw_of(p))
+    masks = low.next_masks(-(-queries // _PART)) if p > 0.0 else None
+    numbers = (scale, *_draw_of(p))
     y, sizes = low.like(q), (heads, queries, keys, size)
     trains = low.trains(q, k, v)
     stats = low.rows(2 * heads * queries) if trains else None
     # rows of q, k, v, y; or of q, k, v, g and three gradients, and a number for each query
     packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
     scratch = low.a.scratch(packed * _WIDEST)
-    options = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
-    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
+    low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)
 
     def backward(g: Rows) -> None:
         grads = [low.rows(x.size) for x in (q, k, v)]
         low.emit(Operation.ATTEND_BACKWARD, q.rows, k.rows, v.rows, y.rows, g, stats, place, masks, *grads,
-                 scratch, **options)  # type: ignore[arg-type]  # fmt: skip
+                 scratch, **options)  # fmt: skip
         for x, grad in zip((q, k, v), grads, strict=True):
             low.give(x, grad)
 
@@ -208,13 +216,11 @@ def _is_weight(x: object) -> bool:
 def matmul(low: Lowering, a: Any, b: Any) -> Value:
     """As torch.matmul; the examples lie along rows or matrices, or along columns."""
     if len(a.shape) == 1:
-        return squeeze(low, matmul(low, unsqueeze(low, low.value(a), 0), b), -1 if len(b.shape) == 1 else -2)
+        return low.value(squeeze(low, matmul(low, unsqueeze(low, low.value(a), 0), b), -1 if len(b.shape) == 1 else -2))
     if len(b.shape) == 1:
         if _is_weight(b):
-            return squeeze(
-                low, linear(low, a, b.reshape(1, -1) if isinstance(b, Tensor) else b.part(0, (1, *b.shape))), -1
-            )
-        return squeeze(low, matmul(low, a, unsqueeze(low, b, 1)), -1)
+            return low.value(squeeze(low, linear(low, a, _shaped(low, b, (1, *b.shape))), -1))
+        return low.value(squeeze(low, matmul(low, a, unsqueeze(low, b, 1)), -1))
     if _is_weight(b) and len(b.shape) == 2:
         return _by_weight(low, low.value(a), b)
     if _is_weight(a) and len(a.shape) == 2 and b.axis != len(b.shape) - 2:
@@ -249,7 +255,7 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
 
 @rule("addmm.default", "baddbmm.default", "addmv.default")
 def addmm(low: Lowering, start: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Value:
-    """Beta * start + alpha * a b."""
+    """The sum of beta * start and alpha * a b."""
     y = matmul(low, a, b)
     y = y if alpha == 1 else mul(low, y, float(alpha))
     if beta == 0:
@@ -271,45 +277,39 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
     (first, second), (a, b) = terms, operands
     if any(a.shape[first.index(x)] != b.shape[second.index(x)] for x in set(first) & set(second)):
         raise low.refuse(f"the sum {equation!r} of {a.shape} and {b.shape}")  # PyTorch broadcasts sizes of 1
-    batch = [x for x in first if x in second and x in out]
-    inner = [x for x in first if x in second and x not in out]
-    rows, columns = (
-        [x for x in first if x in out and x not in batch],
-        [x for x in second if x in out and x not in batch],
-    )
-    a_order, b_order = [*batch, *rows, *inner], [*batch, *inner, *columns]
-    if _is_weight(b) and not batch and second in ("".join([*inner, *columns]), "".join([*columns, *inner])) and rows:
-        a = _arranged(low, a, first, "".join(a_order))
-        sizes = [b.shape[second.index(x)] for x in (*columns, *inner)]
-        split = math.prod(sizes[: len(columns)]), math.prod(sizes[len(columns) :])
-        x = reshaped(low, a, (*a.shape[: len(rows)], split[1]))
-        matrix = (
-            reshaped(low, b, split if second[: len(columns)] == "".join(columns) else split[::-1])
-            if isinstance(b, Weight)
-            else b.reshape(split if second[: len(columns)] == "".join(columns) else split[::-1])
-        )
-        y = linear(low, x, matrix) if second[: len(columns)] == "".join(columns) else _by_weight(low, x, matrix)
-        return _arranged(
-            low, reshaped(low, y, (*a.shape[: len(rows)], *sizes[: len(columns)])), "".join([*rows, *columns]), out
-        )
-    a, b = _arranged(low, a, first, "".join(a_order)), _arranged(low, b, second, "".join(b_order))
-    axes = {order[x.axis]: x for order, x in ((a_order, a), (b_order, b)) if x.axis is not None}
-    known = dict(zip((*a_order, *b_order), (*a.dims, *b.dims), strict=True))
-    same = all(known[x] == size for x, size in zip((*a_order, *b_order), (*a.dims, *b.dims), strict=True))
-    one_each = len(axes) <= 1 and not (axes.keys() & set(inner))
-    both = all((x.axis is not None) == (letter in order)
-               for letter in axes for order, x in ((a_order, a), (b_order, b)))  # fmt: skip
-    if not (same and one_each and both):
-        raise low.refuse(f"the sum {equation!r} of {a.shape} and {b.shape}")
-    shape, letters = (
-        [*a.shape[: len(batch) + len(rows)], *b.shape[len(batch) + len(inner) :]],
-        [*batch, *rows, *columns],
-    )
-    (letter, like), *_ = axes.items() if axes else [(None, a)]
-    y = Value(Rows(0, 0), tuple(shape), None if letter is None else letters.index(letter), like.outer)
+    batch = "".join(x for x in first if x in second and x in out)
+    inner = "".join(x for x in first if x in second and x not in out)
+    rows, columns = ("".join(x for x in term if x in out and x not in batch) for term in terms)
+    if _is_weight(b) and rows and not batch and second in (inner + columns, columns + inner):
+        a = _arranged(low, a, first, rows + inner)
+        size, outputs = math.prod(a.shape[len(rows) :]), [b.shape[second.index(x)] for x in columns]
+        x, of_rows = _shaped(low, a, (*a.shape[: len(rows)], size)), second == columns + inner
+        w = _shaped(low, b, (math.prod(outputs), size) if of_rows else (size, math.prod(outputs)))
+        y = linear(low, x, w) if of_rows else _by_weight(low, x, w)
+        return _arranged(low, _shaped(low, y, (*a.shape[: len(rows)], *outputs)), rows + columns, out)
+    a, b = _arranged(low, a, first, batch + rows + inner), _arranged(low, b, second, batch + inner + columns)
+    letters = batch + rows + columns
+    ends = {(batch + rows + inner)[a.axis]: a.outer} if a.axis is not None else {}
+    if b.axis is not None:
+        letter = (batch + inner + columns)[b.axis]
+        if ends not in ({}, {letter: b.outer}) or bool(ends) != (letter in batch):
+            raise low.refuse(f"the sum {equation!r} over examples of {a.shape} and {b.shape}")
+        ends = {letter: b.outer}
+    elif ends and next(iter(ends)) in batch:
+        raise low.refuse(f"the sum {equation!r} over examples of {a.shape} and {b.shape}")
+    if ends.keys() & set(inner):
+        raise low.refuse("a sum over the examples of a batch")
+    axis, outer = next(((letters.index(x), k) for x, k in ends.items()), (None, 1))
+    shape = *a.shape[: len(batch + rows)], *b.shape[len(batch + inner) :]
+    y = Value(Rows(0, 0), shape, axis, outer)
     y = replace(y, rows=low.rows(y.size))
-    sizes = tuple(math.prod(known[x] for x in some) for some in (batch, rows, columns, inner))
-    return _arranged(low, _product_rows(low, a, b, y, sizes), "".join(letters), out)  # type: ignore[arg-type]
+    at = len(batch), len(batch + rows)
+    sizes = math.prod(a.dims[: at[0]]), math.prod(a.dims[at[0] : at[1]]), math.prod(b.dims[len(batch + inner) :])
+    return _arranged(low, _product_rows(low, a, b, y, (*sizes, math.prod(a.dims[at[1] :]))), letters, out)
+
+
+def _shaped(low: Lowering, x: Any, shape: Dims) -> Any:
+    return x.reshape(shape) if isinstance(x, Tensor) else reshaped(low, x, shape)
 
 
 def _arranged(low: Lowering, x: Any, given: str, wanted: str) -> Value:
@@ -336,7 +336,7 @@ def tensordot(low: Lowering, a: Any, b: Any, dims_a: Sequence[int], dims_b: Sequ
 
 
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default}
-_VIEWS = {aten.view.default, aten.reshape.default, aten.split_with_sizes.default, operator.getitem}
+_VIEWS = {part, aten.view.default, aten.reshape.default, aten.split_with_sizes.default, operator.getitem}
 
 
 def _transposed_weight(node: object) -> fx.Node | None:
@@ -347,9 +347,8 @@ def _transposed_weight(node: object) -> fx.Node | None:
     assert isinstance(found, fx.Node)
     if len(found.meta["val"].shape) != 2 or node.meta["val"].shape != found.meta["val"].shape[::-1]:
         return None
-    if node.target is aten.permute.default and [d % 2 for d in node.args[1]] == [0, 1]:  # type: ignore[union-attr]
-        return None
-    if node.target is aten.transpose.int and len({d % 2 for d in node.args[1:]}) == 1:  # type: ignore[operator]
+    order: Any = node.args[1] if node.target is aten.permute.default else node.args[1:]
+    if order and [d % 2 for d in order] in ([0, 0], [1, 1], *([[0, 1]] if node.target is aten.permute.default else [])):
         return None
     while isinstance(source, fx.Node) and source.target in _VIEWS:
         source = source.args[0]
@@ -364,9 +363,8 @@ def _fuse_products(graph: fx.Graph) -> None:
         elif node.target is aten.addmm.default and not node.kwargs and (weight := _transposed_weight(node.args[2])):
             if len(node.args[0].meta["val"].shape) == 1:
                 node.target, node.args = aten.linear.default, (node.args[1], weight, node.args[0])
-        elif node.target is aten.linear.default and (weight := _transposed_weight(node.args[1])):
-            if len(node.args) == 2:
-                node.target, node.args = aten.matmul.default, (node.args[0], weight)
+        elif node.target is aten.linear.default and len(node.args) == 2 and (w := _transposed_weight(node.args[1])):
+            node.target, node.args = aten.matmul.default, (node.args[0], w)
 
 
 FUSIONS.append(_fuse_products)
@@ -408,12 +406,13 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     shape, values = _together(low, [*given, mask if isinstance(mask, Mask) else None], mask.shape)
     *values, rows = values
     first = next(x for x in values if x is not None)
-    if rows is None:
+    if isinstance(mask, Tensor):
         own = mask.reshape(*(1,) * (len(shape) - len(mask.shape)), *mask.shape)
         if first.axis is not None and own.shape[first.axis] != 1:
             raise low.refuse("a mask with an entry for each example of a batch")
         place: Place | Rows = low.constants.place(own.expand(first.dims).contiguous())
     else:
+        assert rows is not None
         place = rows.rows
     y, number = low.like(first), next((n for n in numbers if n is not None), 0.0)
 
@@ -523,6 +522,38 @@ def triu(low: Lowering, x: Any, diagonal: int = 0) -> Value:
     return _triangle(low, x, torch.ones(x.shape[-2:], dtype=torch.bool).triu(diagonal))
 
 
+def _filled(low: Lowering, x: Any, size: Sequence[int], number: float, dtype: torch.dtype | None) -> Value:
+    """A number everywhere, in the shape of a value or one that begins with the same examples."""
+    x = low.value(x)
+    if dtype not in (None, torch.float32) or (dtype is None and isinstance(x, Mask)):
+        raise low.refuse(f"numbers of type {dtype}")
+    same = tuple(size) == x.shape
+    if not same and not (x.leads and size and size[0] == BATCH):
+        raise low.refuse(f"a tensor of shape {tuple(size)} that is made for {x.shape}")
+    y = Value(Rows(0, 0), tuple(size), x.axis if same else 0, x.outer if same else 1)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(number),))
+    return y
+
+
+@rule("zeros_like.default", "new_zeros.default")
+def zeros(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
+    """Zeros in the shape of a value, or in a given one."""
+    return _filled(low, x, x.shape if size is None else size, 0.0, dtype)
+
+
+@rule("ones_like.default", "new_ones.default")
+def ones(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
+    """Ones in the shape of a value, or in a given one."""
+    return _filled(low, x, x.shape if size is None else size, 1.0, dtype)
+
+
+@rule("full_like.default")
+def full_like(low: Lowering, x: Any, number: float, *, dtype: Any = None, **_: object) -> Value:
+    """A number in the shape of a value."""
+    return _filled(low, x, x.shape, number, dtype)
+
+
 @rule("repeat.default")
 def repeat(low: Lowering, x: Any, repeats: Sequence[int]) -> Value:
     """Copies along axes of size 1."""
@@ -552,11 +583,12 @@ def dropout(low: Lowering, x: Any, p: float, channels: bool) -> Value:
     if x.axis != 0 or x.outer != 1:
         raise low.refuse("dropout of features whose first axis is not that of the examples")
     each = math.prod(x.dims[:2]) if channels else x.size
-    y, key, options = low.like(x), low.next_masks(), {"sizes": (each, x.size // each), "numbers": _draw_of(p)}
-    low.emit(Operation.DROP, x.rows, key, y.rows, **options)  # type: ignore[arg-type]
+    y, key = low.like(x), low.next_masks()
+    options: dict[str, Any] = {"sizes": (each, x.size // each), "numbers": _draw_of(p)}
+    low.emit(Operation.DROP, x.rows, key, y.rows, **options)
     return low.result(
         y,
-        lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)),  # type: ignore[arg-type]
+        lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)),
         x,
     )
 
@@ -581,8 +613,8 @@ def pass_keys(
 ) -> Int[Tensor, "N K"]:
     """What KEYS holds for a program whose masks in one batch are those of these slots (`Lowering.masks`).
 
-    A slot counts its masks from batch to batch. Each batch takes `each` numbers (None: one for each mask), so that hosts
-    with other programs can run in the same pass.
+    A slot counts its masks from batch to batch. Each batch takes `each` numbers (None: one for each mask), so that
+    hosts with other programs can run in the same pass.
     """
     each = len(masks) if each is None else each
     found = torch.zeros(len(hosts), batches, each, dtype=torch.int64)

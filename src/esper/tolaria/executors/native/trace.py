@@ -7,6 +7,7 @@ operation `esper.slot`, a dropout `esper.dropout`. Operations on constants alone
 graph that one kernel computes at once are joined (`fusions`).
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.kasmina.parameters.dropout import Dropout
-from esper.kasmina.parameters.layout import Template
+from esper.kasmina.parameters.layout import FlatLayout, Template
 
 BATCH: Final = 5
 """Examples of the batch that is traced."""
@@ -75,6 +76,7 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
         template.train(mode)
     graph = module_of_graph.graph
     _fold_constants(graph, module_of_graph)
+    _name_parts(graph, (template.parameters, template.buffers))
     for fuse in FUSIONS:
         fuse(graph)
     graph.eliminate_dead_code()
@@ -101,6 +103,28 @@ def _dropout_as_operation() -> Iterator[None]:
         yield
     finally:
         Dropout.forward, Dropout.attend = forward, attend  # type: ignore[method-assign]
+
+
+def part(row: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+    """The target of a node that is one tensor of a row of parameters or buffers."""
+    return row[offset : offset + math.prod(shape)].view(shape)
+
+
+def _name_parts(graph: fx.Graph, layouts: tuple[FlatLayout, FlatLayout]) -> None:
+    """Join what a layout does to a row (one split, then a view) to one node for each tensor."""
+    rows = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in list(graph.nodes):
+        split = node.args[0] if item(node) else None
+        if not (isinstance(split, fx.Node) and split.target is aten.split_with_sizes.default and split.args[0] in rows):
+            continue
+        tensors = layouts[rows.index(split.args[0])].tensors
+        spec = next((spec for spec in tensors if spec.part == node.args[1]), None)
+        if spec is None:  # padding
+            continue
+        view = only_user(node, (aten.view.default,)) if len(spec.shape) != 1 else None
+        joined(graph, view or node, part, split.args[0], spec.offset, spec.shape)
+        if view is not None:
+            graph.erase_node(node)
 
 
 def constant(tensor: Tensor) -> Tensor:

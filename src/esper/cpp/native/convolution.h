@@ -414,16 +414,16 @@ template <class T> inline wide<T> pairs(wide<T> a, wide<T> b) {
 }
 
 // Totals of N vectors: pairs are added until the vectors are through, so that many totals cost few shuffles.
-template <class T, int N, int HALF = width<T>() / 2> inline void add_pairs(wide<T>* part) {
+template <class T, int HALF = width<T>() / 2> inline void add_pairs(wide<T>* part) {
     ESPER_UNROLLED(i, HALF) part[i] = pairs<T>(part[2 * i], part[2 * i + 1]);
-    if constexpr (HALF > 1) add_pairs<T, N, HALF / 2>(part);
+    if constexpr (HALF > 1) add_pairs<T, HALF / 2>(part);
 }
 template <class T, int N> inline void totals(const wide<T>* sum, T* to) {
     constexpr int W = width<T>();
     ESPER_UNROLLED(group, (N + W - 1) / W) {
         wide<T> part[W];
         ESPER_UNROLLED(i, W) part[i] = group * W + i < N ? sum[group * W + i] : wide<T>{};
-        add_pairs<T, N>(part);
+        add_pairs<T>(part);
         store<T>(to + group * W, part[0]);
     }
 }

@@ -248,6 +248,14 @@ def test_products_agree_with_pytorch(name):
     assert disagreement(Function(PRODUCTS[name]), features(7)) is None
 
 
+@pytest.mark.parametrize("name", ["transposed", "T", "mT", "permuted", "mm_transposed", "addmm_transposed"])
+def test_products_with_transposed_weights_are_linear_layers(name):
+    graph = trace(Template(Function(PRODUCTS[name])), features(5), training=True)
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(torch.ops.aten.linear.default) == 1
+    assert not {"aten.matmul.default", "aten.mm.default", "aten.addmm.default"} & set(map(str, targets))
+
+
 @pytest.mark.parametrize("name", ["weight", "gram", "heads"])
 def test_products_of_chunks_agree_with_pytorch(name):
     assert single(Function(PRODUCTS[name]), features(37), chunk=16) is None

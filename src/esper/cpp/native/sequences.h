@@ -11,7 +11,7 @@
 
 // X(name, operands): see program.cpp.
 #define ESPER_SEQUENCES(X)                                                                                             \
-    X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")                \
+    X(EMBED, "xxx") X(EMBED_WEIGHT_GRAD, "xxx") X(ATTEND, "xxxxlxxx") X(ATTEND_BACKWARD, "xxxxxxxlxxxx")               \
     X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(COMPARE, "xxx")                 \
     X(DROP, "xlx")
 
@@ -21,30 +21,21 @@ namespace esper {
 
 // n = {tokens, entries of the table, numbers of each}: a token that the table lacks becomes NaN.
 template <class T> void run_EMBED(const Call<T>& c) {
-    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], lanes = c.chunk.lanes, stride = c.chunk.stride;
-    const T* table = c.p[1];
+    constexpr int FEW = 16;  // numbers of an entry: so many rows stay in the first level of cache
+    const int tokens = c.n[0], entries = c.n[1], each = c.n[2], stride = c.chunk.stride;
     for (int t = 0; t < tokens; ++t)
-        for (int at = 0; at < lanes; at += 16) {
-            const T* token = c.p[0] + int64_t(t) * stride + at;
-            int32_t entry[16];
-            T wrong[16];
-            for (int l = 0; l < 16; ++l) {
-                const bool known = token[l] >= T(0) && token[l] < T(entries);
-                entry[l] = known ? int32_t(token[l]) * each : 0;
-                wrong[l] = known ? T(0) : std::numeric_limits<T>::quiet_NaN();
+        for (int first = 0; first < each; first += FEW)
+            for (int lane = 0; lane < c.chunk.lanes; ++lane) {
+                const T token = c.p[0][int64_t(t) * stride + lane];
+                const bool known = token >= T(0) && token < T(entries);
+                const T* from = c.p[1] + (known ? int64_t(token) * each : 0) + first;
+                const T wrong = known ? T(0) : std::numeric_limits<T>::quiet_NaN();
+                T* y = c.p[2] + (int64_t(t) * each + first) * stride + lane;
+                if (each - first >= FEW)
+                    for (int d = 0; d < FEW; ++d) y[d * stride] = from[d] + wrong;
+                else
+                    for (int d = 0; d < each - first; ++d) y[d * stride] = from[d] + wrong;
             }
-            T* y = c.p[2] + int64_t(t) * each * stride + at;
-            const int own = std::min(16, lanes - at);
-            for (int d = 0; d < each; ++d, y += stride) {
-                if (own == 16) {
-#pragma omp simd
-                    for (int l = 0; l < 16; ++l) y[l] = table[entry[l] + d] + wrong[l];
-                } else {
-#pragma omp simd
-                    for (int l = 0; l < own; ++l) y[l] = table[entry[l] + d] + wrong[l];
-                }
-            }
-        }
 }
 
 // The same; flag: the token whose entry gets no gradient, or -1. Adds in the order of tokens, then of examples.
@@ -123,7 +114,7 @@ template <int N> struct Reader {
     }
 };
 
-// n = {elements of a mask per example, rows of each}, number = {limit, factor of what is kept}. A backward pass as well.
+// n = {elements of a mask per example, rows of each}, number = {limit, factor of what is kept}. Its own backward pass.
 template <class T> void run_DROP(const Call<T>& c) {
     constexpr int N = 16, READERS = 4;
     const int each = c.n[0], inner = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
@@ -180,10 +171,11 @@ inline wide<double> exp_below(wide<double> x) {
 }
 
 // Queries and keys that are treated together; their scores, and the vectors of `size` 16, fit the first level of cache.
-constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8;
+// Queries that fit the second level while a backward pass goes over the keys.
+constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8, SECOND_LEVEL = 64;
 
-// Rows [heads][count][size] of one head and one vector of lanes. Where rows are longer than a vector they are copied next
-// to each other, because every second line of memory would use half of the cache.
+// Rows [heads][count][size] of one head and one vector of lanes. Where rows are longer than a vector they are copied
+// next to each other, because every second line of memory would use half of the cache.
 template <class T> struct Packing {
     int size, stride;
 
@@ -334,8 +326,8 @@ template <class T> struct Attention {
         uint64_t bits[N];
         T kept[N];
         for (int i = 0; i < Q; ++i) {
-            const int64_t begin = (before + at) * each + (int64_t(head) * (end - first) + query + i - first) * end + key;
-            reader.begin(part, begin);
+            const int64_t of_head = (int64_t(head) * (end - first) + query + i - first) * end + key;
+            reader.begin(part, (before + at) * each + of_head);
             for (int j = 0; j < count; j += 4) {
                 reader.four(bits);
                 for (int k = 0; k < std::min(4, count - j); ++k) {
@@ -377,7 +369,8 @@ template <class T> struct Attention {
         for (int head = 0; head < heads; ++head)
             for (int at = 0; at < stride; at += width<T>()) {
                 T* free = scratch;
-                const T *own_q = pack.scaled(q, head, queries, at, scale, free), *own_k = pack.in(k, head, keys, at, free);
+                const T* own_q = pack.scaled(q, head, queries, at, scale, free);
+                const T* own_k = pack.in(k, head, keys, at, free);
                 const T* own_v = pack.in(v, head, keys, at, free);
                 T* own_y = pack.out(y, head, queries, at, free);
                 for (int first = 0; first < queries; first += BLOCK) {
@@ -448,24 +441,29 @@ template <class T> struct Attention {
         for (int head = 0; head < heads; ++head)
             for (int at = 0; at < stride; at += width<T>()) {
                 T *delta = scratch, *free = scratch + int64_t(queries) * width<T>();
-                const T *own_q = pack.scaled(q, head, queries, at, scale, free), *own_k = pack.in(k, head, keys, at, free);
+                const T* own_q = pack.scaled(q, head, queries, at, scale, free);
+                const T* own_k = pack.in(k, head, keys, at, free);
                 const T *own_v = pack.in(v, head, keys, at, free), *own_g = pack.in(g, head, queries, at, free);
                 T *to_q = pack.out(grad_q, head, queries, at, free), *to_k = pack.out(grad_k, head, keys, at, free);
                 T* to_v = pack.out(grad_v, head, keys, at, free);
                 const T* out = y + int64_t(head) * queries * size * stride + at;
                 for (int t = 0; t < queries; ++t) {
                     wide<T> sum = {};
-                    for (int d = 0; d < size; ++d, out += stride) sum += load(out) * load(own_g + row(t) + d * width<T>());
+                    const T* grad = own_g + row(t);
+                    for (int d = 0; d < size; ++d, out += stride, grad += width<T>()) sum += load(out) * load(grad);
                     store<T>(delta + t * width<T>(), sum);
                 }
-                for (int begin = 0; begin < keys; begin += KEYS_BACKWARD) {
-                    const int end = std::min(begin + KEYS_BACKWARD, keys);
-                    each_tile(causal ? std::min(begin, queries) : 0, queries, [&](auto some, int t) {
-                        constexpr int Q = decltype(some)::value;
-                        backward<Q>(own_q + row(t), own_k + row(begin), own_v + row(begin), own_g + row(t), head, t, begin,
-                                    end, at, stats, delta + t * width<T>(), to_q + row(t), to_k + row(begin),
-                                    to_v + row(begin));
-                    });
+                for (int first = 0; first < queries; first += SECOND_LEVEL) {
+                    const int last = std::min(first + SECOND_LEVEL, queries);
+                    for (int begin = 0; begin < seen(last - 1); begin += KEYS_BACKWARD) {
+                        const int end = std::min(begin + KEYS_BACKWARD, keys);
+                        each_tile(causal ? std::max(first, begin) : first, last, [&](auto some, int t) {
+                            backward<decltype(some)::value>(own_q + row(t), own_k + row(begin), own_v + row(begin),
+                                                            own_g + row(t), head, t, begin, end, at, stats,
+                                                            delta + t * width<T>(), to_q + row(t), to_k + row(begin),
+                                                            to_v + row(begin));
+                        });
+                    }
                 }
                 pack.back(to_q, grad_q, head, queries, at, scale);
                 pack.back(to_k, grad_k, head, keys, at);
@@ -478,8 +476,8 @@ template <class T> struct Attention {
 // factor of dropout}
 template <class T> Attention<T> attention_of(const Call<T>& c, const T* mask, const int64_t* draw) {
     const int64_t per_head = c.flag & 2 ? int64_t(c.n[1]) * c.n[2] : 0;
-    return {c.n[0], c.n[1], c.n[2], c.n[3], (c.flag & 1) != 0, T(c.number[0]), mask, per_head, draw, int64_t(c.number[1]),
-            draw ? T(c.number[2]) : T(1), c.chunk.stride, c.chunk.before};
+    return {c.n[0], c.n[1], c.n[2], c.n[3], (c.flag & 1) != 0, T(c.number[0]), mask, per_head, draw,
+            int64_t(c.number[1]), draw ? T(c.number[2]) : T(1), c.chunk.stride, c.chunk.before};
 }
 
 template <class T> void run_ATTEND(const Call<T>& c) {
@@ -518,7 +516,8 @@ template <class T> void run_PRODUCT(const Call<T>& c) {
     const int64_t b_step = c.flag & 2 ? s : columns * s, b_column = c.flag & 2 ? inner * s : s, y_row = columns * s;
     for (int at = 0; at < stride; at += width<T>())
         for (int m = 0; m < c.n[0]; ++m) {
-            const T *a = c.p[0] + int64_t(m) * rows * inner * s + at, *b = c.p[1] + int64_t(m) * inner * columns * s + at;
+            const T* a = c.p[0] + int64_t(m) * rows * inner * s + at;
+            const T* b = c.p[1] + int64_t(m) * inner * columns * s + at;
             T* y = c.p[2] + int64_t(m) * rows * columns * s + at;
             const auto tile = [&](auto q, auto r, int i, int j) {
                 product_tile<T, decltype(q)::value, decltype(r)::value>(inner, a + i * a_row, a_row, a_step,
@@ -562,8 +561,8 @@ template <class T> void run_RUNNING_SUM(const Call<T>& c) {
     }
 }
 
-// n = {rows}: a where the mask is not zero, else b; number[0] instead of rows that are not given. flag: the mask has rows
-// of lanes; else it is a number for each row.
+// n = {rows}: a where the mask is not zero, else b; number[0] instead of rows that are not given. flag: the mask has
+// rows of lanes; else it is a number for each row.
 template <class T> void run_SELECT(const Call<T>& c) {
     const int lanes = c.chunk.lanes;
     const T other = T(c.number[0]);

@@ -79,7 +79,7 @@ template <class T> struct Host {
     void clear_sums(const Instruction& i) const {
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k)
-            if (letters[k] == 'X' && i.space[k] != NOTHING) std::memset(at(i, k), 0, bytes_of(i, k));
+            if (letters[k] == 'X' && i.space[k] != NOTHING && bytes_of(i, k)) std::memset(at(i, k), 0, bytes_of(i, k));
     }
 
     // Whether every label has a class, which depends on the batch.

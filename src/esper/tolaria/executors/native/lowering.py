@@ -484,7 +484,7 @@ def _note_edit(node: fx.Node, current: dict[fx.Node, fx.Node]) -> None:
     edited, name = node.args[0], node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     assert isinstance(edited, fx.Node)
     root, family = _memory(edited)
-    if root.meta.get("kept") or root in list(node.graph.find_nodes(op="placeholder"))[:2]:
+    if root.meta.get("kept") or root.target is part or root in list(node.graph.find_nodes(op="placeholder"))[:2]:
         raise NoRuleError(f"{name} edits a parameter or buffer")
     later = {user for member in family if member is not edited for user in member.users if user > node}
     if later:

@@ -63,6 +63,8 @@ class Rows(NamedTuple):
 ROWS, LOCAL, NUMBERS, SCRATCH, NUM_WORKING = range(5)
 _HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD, Operation.BARRIER)
 """Operations that a chunk begins, and ends only when all chunks have begun it."""
+_PRODUCTS_OF_MOVE = 8
+"""Multiplications that take as long as to read or write a number."""
 _CACHED_NUMBERS = 2**20
 """Numbers of the features of a chunk."""
 
@@ -84,9 +86,24 @@ class Program:
     masks: tuple[int, ...] = ()
 
     @cached_property
+    def products(self) -> int:
+        """Multiplications of numbers of one example in convolutions and linear layers."""
+        n, operation = self.code["size"].astype(np.int64), self.code["operation"]
+        convolved = n[:, 0] * n[:, 1] // np.maximum(n[:, 2], 1) * n[:, 5:9].prod(axis=1)
+        linear = n[:, :3].prod(axis=1)
+        convolves = operation <= Operation.CONVOLVE_WEIGHT_GRAD
+        multiplies = ~convolves & (operation <= Operation.MULTIPLY_WEIGHT_GRAD)
+        return int(convolved[convolves].sum() + linear[multiplies].sum())
+
+    @cached_property
+    def moved(self) -> int:
+        """Numbers of one example that instructions read and write."""
+        return int(self.code["extent"][np.isin(self.code["space"], (ROWS, LOCAL))].sum())
+
+    @property
     def cost(self) -> int:
-        """Roughly in proportion to its time: the product of the sizes of each instruction, summed."""
-        return int(np.maximum(self.code["size"], 1).astype(np.int64).prod(axis=1).sum())
+        """Roughly in proportion to its time."""
+        return self.products + _PRODUCTS_OF_MOVE * self.moved
 
     @property
     def chunk(self) -> int:

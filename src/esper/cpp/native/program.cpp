@@ -15,6 +15,11 @@
 #include <algorithm>
 #include <vector>
 
+// The type of all numbers: float, and double where modules are compared with PyTorch.
+#ifndef ESPER_NUMBER
+#define ESPER_NUMBER float
+#endif
+
 // X(name, operands): a letter for each operand.
 //     x  numbers, or rows of lanes    X  the same; a sum over the batch, which is cleared before its first chunk
 //     m  numbers of each example      e  numbers of 8 bytes of each example      l  numbers of 8 bytes
@@ -321,11 +326,9 @@ template <class T> class Pass {
 
 extern "C" {
 
-// Runs hosts that no other thread has taken, in numbers of 4 or 8 bytes. See Pass::run for the result.
-int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, const esper::Memory* memory,
-                  int64_t number_size) {
-    if (number_size == sizeof(float)) return esper::Pass<float>(*hosts, *examples, *memory).run();
-    return esper::Pass<double>(*hosts, *examples, *memory).run();
+// Runs hosts that no other thread has taken. See Pass::run for the result.
+int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, const esper::Memory* memory) {
+    return esper::Pass<ESPER_NUMBER>(*hosts, *examples, *memory).run();
 }
 
 #define X(name, operands) #name " "

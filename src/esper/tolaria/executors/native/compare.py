@@ -81,6 +81,7 @@ def by_instructions(
     h = low.leaf(h, keep) if training and floats else h
     weights = Weight(Place(_VALUES, 0, len(row)), tuple(row.shape), Place(_GRADS, 0, len(row)) if training else None)
     (y,) = run_graph(low, graph, weights, Weight(Place(_BUFFERS, 0, len(buffers)), tuple(buffers.shape)), h)
+    y = low.leading(y)
     low.emit(Operation.STORE, y.rows, Place(_OUTPUTS, 0, y.size), sizes=(y.size, y.size))
     if training:
         grad = low.rows(y.size)

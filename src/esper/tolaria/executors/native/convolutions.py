@@ -1,6 +1,7 @@
 """Rules of convolutions and linear layers, whose kernels are in convolution.h."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from esper.tolaria.executors.native.lowering import ADDED, RULES, Lowering, Value, Weight, rule
@@ -60,7 +61,7 @@ def conv2d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = 1
     out = (height + padded[0] - reach[0] - 1) // sh + 1, (width + padded[1] - reach[1] - 1) // sw + 1
     sizes = Geometry(channels, outputs, groups, height, width, *out, kernel_h, kernel_w, sh, sw, *before, dh, dw)
     y, scratch = low.make(outputs, *out), low.a.scratch(low.scratch(sizes, False))
-    low.emit(Operation.CONVOLVE, x.rows, w.place, b and b.place, y.rows, scratch, sizes=sizes)
+    low.emit(Operation.CONVOLVE, x.rows, w.place, None if b is None else b.place, y.rows, scratch, sizes=sizes)
 
     def backward(g: Rows) -> None:
         _weight_grad(low, Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, (w, b), sizes, scratch)
@@ -84,13 +85,12 @@ def conv1d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = (
     """[B, C, L], as images of height 1."""
     x = low.value(x)
     outputs, inputs, kernel = weight.shape
-    image = reshaped(low, x, (*x.shape[:-1], 1, x.shape[-1]))
+    image = low.value(reshaped(low, x, (*x.shape[:-1], 1, x.shape[-1])))
     pads = padding if isinstance(padding, str) else (0, padding if isinstance(padding, int) else padding[0])
-    w = reshaped(low, low.weight(weight, outputs, inputs, kernel), (outputs, inputs, 1, kernel))
+    w = replace(low.weight(weight, outputs, inputs, kernel), shape=(outputs, inputs, 1, kernel))
     (step,), (dilated,) = ((n,) if isinstance(n, int) else tuple(n) for n in (stride, dilation))
     y = conv2d(low, image, w, bias, (1, step), pads, (1, dilated), groups)
-    found: Value = reshaped(low, y, (*y.shape[:-2], y.shape[-1]))
-    return found
+    return low.value(reshaped(low, y, (*y.shape[:-2], y.shape[-1])))
 
 
 @rule("conv_transpose2d.input")
@@ -139,7 +139,7 @@ def linear(low: Lowering, x: Any, weight: Any, bias: Any = None) -> Value:
     sizes = (x.size // inputs, inputs, outputs)
     y = Value(low.rows(sizes[0] * outputs), (*x.shape[:-1], outputs), x.axis, x.outer)
     scratch = low.a.scratch(low.scratch(sizes, True))
-    low.emit(Operation.MULTIPLY, x.rows, w.place, b and b.place, y.rows, scratch, sizes=sizes)
+    low.emit(Operation.MULTIPLY, x.rows, w.place, None if b is None else b.place, y.rows, scratch, sizes=sizes)
 
     def backward(g: Rows) -> None:
         _weight_grad(low, Operation.MULTIPLY_WEIGHT_GRAD, x.rows, g, (w, b), sizes, scratch)

@@ -65,8 +65,9 @@ class Library:
         self._run.argtypes = [ctypes.POINTER(struct) for struct in structs]
         self._scratch = library.esper_scratch
         self._scratch.restype = ctypes.c_int64
+        self.scratch = lru_cache(4096)(self._needed)
 
-    def scratch(self, sizes: tuple[int, ...], product: bool) -> int:
+    def _needed(self, sizes: tuple[int, ...], product: bool) -> int:
         """Numbers of scratch that an instruction of convolution.h with these sizes needs."""
         return int(self._scratch((ctypes.c_int32 * len(sizes))(*sizes), ctypes.c_int64(product)))
 

@@ -46,7 +46,7 @@ MAY_CATCH_ALL = {
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
-    "tolaria/executors/native/trace.py": "any error of a user's code while it is traced is the reason why it has no rule",
+    "tolaria/executors/native/trace.py": "any error of a user's code in a trace is why it has no rule",
     "telemetry/sinks.py": "whatever a listener or a sink does, it does not stop a run",
     "tolaria/executors/sharded.py": "sends the exception to the process that asked, which raises it",
 }

@@ -416,7 +416,9 @@ def _known(kind: Kind, h: Tensor) -> Graphs:
         except NoRuleError as error:
             return error
 
-    found = once(kind.source, (kind.template.parameters.total, *h.shape), "graphs", find)
+    # gates of one class differ by whether they see later tokens
+    which = f"graphs {getattr(kind.template.module, 'causal', None)}"
+    found = once(kind.source, (kind.template.parameters.total, *h.shape), which, find)
     if isinstance(found, NoRuleError):
         raise found
     return found

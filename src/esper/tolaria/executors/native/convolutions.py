@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from esper.tolaria.executors.native.lowering import ADDED, RULES, Lowering, Value, Weight, rule
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.program import Operation, Rows
 from esper.tolaria.executors.native.rules import combine, reshaped
 from esper.tolaria.executors.native.trace import aten
 
 
 class Geometry(NamedTuple):
-    """Sizes of a convolution, in the order of `Shape` in convolution.h."""
+    """Sizes of a convolution, in the order of `Shape` in convolution.h; a linear layer is one of height `positions`."""
 
     inputs: int
     outputs: int
@@ -59,12 +59,12 @@ def conv2d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = 1
     before, padded = _padding(padding, reach)
     out = (height + padded[0] - reach[0] - 1) // sh + 1, (width + padded[1] - reach[1] - 1) // sw + 1
     sizes = Geometry(channels, outputs, groups, height, width, *out, kernel_h, kernel_w, sh, sw, *before, dh, dw)
-    y, scratch = low.make(outputs, *out), low.a.scratch(low.scratch(sizes, False))
-    low.emit(Operation.CONVOLVE, x.rows, w.place, b and b.place, y.rows, scratch, sizes=sizes)
+    y = low.make(outputs, *out)
+    low.emit(Operation.CONVOLVE, x.rows, w.place, b and b.place, y.rows, sizes=sizes)
 
     def backward(g: Rows) -> None:
-        _weight_grad(low, Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, (w, b), sizes, scratch)
-        low.into(x, lambda grad: low.emit(Operation.CONVOLVE_INPUT_GRAD, g, w.place, grad, scratch, sizes=sizes))
+        weight_grad(low, x.rows, g, w, b, sizes)
+        low.into(x, lambda grad: low.emit(Operation.CONVOLVE_INPUT_GRAD, g, w.place, grad, sizes=sizes))
 
     return low.result(y, backward, x, w, b)
 

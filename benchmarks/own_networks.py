@@ -138,7 +138,8 @@ def cases() -> list[Case]:
         for batch in (16, 32):
             found.append(Case(
                 name=f"GPT 4 x 64, dropout {dropout:g}, batch {batch}", model=partial(GPT, dropout),
-                slots=("h.1", "h.3"), objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True, draws=dropout > 0,
+                slots=("h.1", "h.3"), objective=NextToken(VOCABULARY), x=(128,), batch=batch, tokens=True,
+                draws=dropout > 0,
             ))  # fmt: skip
     found.append(Case(
         name="U-Net, own loss, batch 32", model=UNet, slots=("down1", "middle"),
@@ -359,10 +360,11 @@ def check_same(case: Case, name: str, found: object, want: object) -> None:
     """Raise AssertionError unless two ways computed the same: losses of training, then of the validation after it."""
     assert isinstance(found, tuple)
     assert isinstance(want, tuple)
-    for what, a, b in zip(("training", "validation"), found, want, strict=True):
+    # where training draws, masks differ
+    limits = {"training": 0.02 if case.draws else 2e-4, "validation": 0.02 if case.draws else 2e-3}
+    for (what, limit), a, b in zip(limits.items(), found, want, strict=True):
         off = float(((a - b) / b).abs().max())
-        # masks differ; what is left is the noise of one epoch
-        assert off < (0.02 if case.draws else 2e-3), f"{case.name}: the {what} losses of {name} are off by {off:.1e}"
+        assert off < limit, f"{case.name}: the {what} losses of {name} are off by {off:.1e}"
 
 
 def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options) -> list[Row]:
@@ -423,7 +425,7 @@ def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str
 
 
 def writing_ms(case: Case, options: Options, count: int = 100) -> str:
-    """How long it takes to write the program of a new structure."""
+    """How much CPU time it takes to write the program of a new structure."""
     from esper.tolaria.executors.native.executor import NativeExecutor
 
     hosts = Hosts.build(case, task_of(case, options), "native", 1)
@@ -437,13 +439,13 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
             if r.random() < 0.8:
                 algorithm, trainable = r.choice((Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)), r.random() < 0.7
                 row[:] = r.choice(known), algorithm, True, trainable, trainable and algorithm == Algorithm.GATE
-        began = time.perf_counter()
+        began = time.process_time()
         networks._write_training(code.tobytes())
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (time.process_time() - began))
     bare = np.full((len(case.slots), 5), -1, dtype=np.int64).tobytes()
-    began = time.perf_counter()
+    began = time.process_time()
     networks._write_training(bare)
-    alone = 1e3 * (time.perf_counter() - began)
+    alone = 1e3 * (time.process_time() - began)
     return (
         f"{case.name}: the program of a new structure takes {statistics.median(times):.1f} ms (median of {count}; "
         f"largest {max(times):.1f}; without seeds {alone:.1f})"

@@ -39,10 +39,10 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
-def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: str) -> L:
+def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: str, options: tuple[str, ...] = ()) -> L:
     """Compile `source` (below this folder) unless it is cached, and return `bind(library)`, which loads it.
 
-    Error messages name `what` needs the library, and the `way_out`.
+    `options` are given to the compiler. Error messages name `what` needs the library, and the `way_out`.
 
     Raises:
         ConfigError: there is no compiler, it failed, or the library cannot be stored or loaded safely.
@@ -55,7 +55,7 @@ def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: s
     try:
         target = _output([*command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
         long = (_LONG_VECTORS,) if b"__AVX512F__" in target else ()
-        options = (*_OPTIONS, *long, *shlex.split(os.environ.get("ESPER_CXXFLAGS", "")))
+        options = (*_OPTIONS, *options, *long, *shlex.split(os.environ.get("ESPER_CXXFLAGS", "")))
         name = f"{path.stem}-{fingerprint(command, target, options, path.parent)}"
         build = [*command, *options, str(path), "-o"]
         with library(cache_folder(), name, lambda draft: _output([*build, str(draft)])) as built:

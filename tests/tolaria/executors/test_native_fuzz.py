@@ -11,8 +11,8 @@ from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.lifecycle import SeedStage
 from esper.tolaria.executors.native import compare
 from esper.tolaria.executors.native.executor import NativeExecutor
-from fuzz_native import Options, both, differs, reduced, survey
-from random_networks import Plan, Step, draw
+from fuzz_native import Options, both, differs, reduced, refusal, survey
+from random_networks import EDITS, ELEMENTWISE, SHAPES, Plan, RefusedError, Step, check, draw
 from tiny import SLOTS, Bench, dataset
 
 
@@ -32,6 +32,48 @@ def test_random_networks_compute_what_they_compute_in_pytorch():
 @pytest.mark.slow
 def test_many_random_networks_train_as_streamed_ones():
     surveyed(200, 1, both)
+
+
+FOUND = {
+    "y = x + self.b; self.b.add_(1); return y": "edits a parameter or buffer",
+    "x + self.b.mul_(0.5)": "edits a parameter or buffer",
+    "with torch.no_grad(): self.p.mul_(0.5); return x * self.p": "edits a parameter or buffer",
+    "y = x * 2; with torch.no_grad(): y.mul_(2); return y": "an edit without gradient of what has one",
+    "with torch.no_grad(): y = x * 2; y.chunk(2, 1)[0].add_(1); return y + x": "is seen through another one",
+    "y = F.dropout(x, 0.5, False); y += 1; return x * 2": "is seen through another one",
+    'torch.einsum("bcd,dx->bcx", x, self.q)': "the sum",
+    "x * self.p.detach() + self.p": None,
+    "x * self.p + self.p.detach()": None,
+}
+"""What was once computed otherwise, and why it has no rule now."""
+
+
+def alone(body):
+    """A network of one function."""
+    tensors = "p=(4, 3), q=(1, 2), b=(4, 3)"
+    return Plan((4, 3), 0, 7, (Step("nn.Linear(3, 3)", (0,)), Step(f"Fn({'x: ' + body!r}, {tensors})", (1,))))
+
+
+@pytest.mark.parametrize(("body", "reason"), FOUND.items())
+def test_what_was_found_is_right_or_refused(body, reason):
+    if reason is None:
+        assert differs(alone(body)) is None
+    else:
+        assert reason in refusal(alone(body))
+
+
+@pytest.mark.slow
+def test_every_function_of_the_grammar_is_right_or_refused():
+    wrong = {}
+    for body in [*ELEMENTWISE, *SHAPES, *EDITS]:
+        plan = alone(body)
+        try:
+            check(plan)
+        except RefusedError:
+            continue
+        if refusal(plan) is None and (words := differs(plan)):
+            wrong[body] = words
+    assert not wrong
 
 
 def test_a_network_is_drawn_again_from_its_seed():

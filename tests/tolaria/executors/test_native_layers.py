@@ -221,6 +221,7 @@ def test_other_functions_may_follow_a_residual(act):
     [
         lambda x, c, n: n(F.relu(n(c(x)))),  # the same layer twice
         lambda x, c, n: F.relu(n(c(x))) + F.relu(n(x)),
+        lambda x, c, n: (lambda y, z: F.relu(y) + z)(n(c(x)), n(x)),  # running statistics keep their order
         lambda x, c, n: (lambda a: F.relu(n(a) + a))(c(x)),  # a residual that is also the input
         lambda x, c, n: F.relu(n(c(x)) + x.mean((2, 3), keepdim=True)),  # a residual that is broadcast
         lambda x, c, n: (lambda y, z: F.relu(y) + n(z) + y)(n(c(x)), x),  # read twice: no fusion
@@ -244,7 +245,7 @@ def test_an_edit_between_a_normalization_and_what_follows_it_comes_after_the_nor
     def edits(x, norm):
         h = x * 2.0
         y = norm(h)
-        h.mul_(3.0)
+        h.mul_(x)
         return F.relu(y) + h
 
     module, x = Of(edits, nn.GroupNorm(2, 4, affine=False)), torch.randn(3, *MAPS)
@@ -338,7 +339,7 @@ STATISTICS = {
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_norms_and_variances_give_what_pytorch_gives(name):
-    agree(STATISTICS[name], *MAPS)
+    agree(STATISTICS[name], *MAPS, batches=((40, 16),))
 
 
 def test_running_statistics_of_single_examples_are_refused():
@@ -397,7 +398,7 @@ MOVED_ROWS = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_images_are_pooled_resized_and_padded_as_in_pytorch(name):
-    agree(MOVED[name], *MAPS, batches=((7, None), (40, 16)))
+    agree(MOVED[name], *MAPS, batches=((40, 16),))
 
 
 @pytest.mark.parametrize("name", MOVED_ROWS)

@@ -16,7 +16,7 @@ from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, with_keyed_
 from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.compare import by_instructions, disagreement, gradient_like
 from esper.tolaria.executors.native.lowering import KEYS, Constants, Lowering
-from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, cached_library
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place
 from esper.tolaria.executors.native.sequences import dropout, pass_keys
 from esper.tolaria.executors.native.trace import NoRuleError, trace
@@ -361,7 +361,7 @@ def test_dropout_where_examples_do_not_come_first_has_no_rule():
 def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
     hosts, moment, slots = torch.tensor([5, 9]), Moment(run_seed=2**40 + 3, episode=4, t=6), (3, 1, 3)
     x, p, sums = torch.randn(50, 6, dtype=torch.float64), 0.4, torch.zeros(2, 3, 6, dtype=torch.float64)
-    low = Lowering(Assembler(False), False, Constants(0), cached_library().scratch)
+    low = Lowering(Assembler(False), False, Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     for k, low.slot in enumerate(slots):
@@ -383,7 +383,7 @@ def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
 
 
 def test_a_pass_with_too_few_keys_does_not_run():
-    low = Lowering(Assembler(False), False, Constants(0), cached_library().scratch)
+    low = Lowering(Assembler(False), False, Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     dropout(low, value, 0.5, False)

@@ -591,7 +591,7 @@ template <class T, int VS, class F> void group_norm_backward(const Call<T>& c, G
     constexpr int W = width<T>();
     const int stride = c.chunk.stride, left = c.chunk.lanes - at;
     const T *weight = c.p[1], *bias = c.p[2], *gamma = c.p[3];
-    const int64_t begin = static_cast<int64_t>(k) * n.channels * n.space * stride + at, stats = int64_t(k) * stride + at;
+    const int64_t stats = int64_t(k) * stride + at, begin = int64_t(k) * n.channels * n.space * stride + at;
     wide<T> center[VS] = {}, scale[VS], first[VS] = {}, second[VS] = {};
     for (int v = 0; v < VS; ++v) {
         if (c.p[4]) center[v] = load(c.p[4] + stats + v * W);

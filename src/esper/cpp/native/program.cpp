@@ -15,6 +15,11 @@
 #include <algorithm>
 #include <vector>
 
+// The type of all numbers: float, and double where modules are compared with PyTorch.
+#ifndef ESPER_NUMBER
+#define ESPER_NUMBER float
+#endif
+
 // X(name, operands): a letter for each operand.
 //     x  numbers, or rows of lanes    X  the same; a sum over the batch, which is cleared before its first chunk
 //     m  numbers of each example      e  numbers of 8 bytes of each example      l  numbers of 8 bytes
@@ -79,7 +84,7 @@ template <class T> struct Host {
     void clear_sums(const Instruction& i) const {
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k)
-            if (letters[k] == 'X' && i.space[k] != NOTHING) std::memset(at(i, k), 0, bytes_of(i, k));
+            if (letters[k] == 'X' && i.space[k] != NOTHING && bytes_of(i, k)) std::memset(at(i, k), 0, bytes_of(i, k));
     }
 
     // Whether every label has a class, which depends on the batch.
@@ -321,21 +326,14 @@ template <class T> class Pass {
 
 extern "C" {
 
-// Runs hosts that no other thread has taken, in numbers of 4 or 8 bytes. See Pass::run for the result.
-int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, const esper::Memory* memory,
-                  int64_t number_size) {
-    if (number_size == sizeof(float)) return esper::Pass<float>(*hosts, *examples, *memory).run();
-    return esper::Pass<double>(*hosts, *examples, *memory).run();
+// Runs hosts that no other thread has taken. See Pass::run for the result.
+int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, const esper::Memory* memory) {
+    return esper::Pass<ESPER_NUMBER>(*hosts, *examples, *memory).run();
 }
 
 #define X(name, operands) #name " "
 const char* esper_operations() { return ESPER_OPERATIONS(X); }
 #undef X
-
-// Numbers of scratch that an instruction of convolution.h needs.
-int64_t esper_scratch(const int32_t* n, int64_t product) {
-    return product ? esper::product_scratch(esper::product_of(n)) : esper::convolution_scratch(esper::shape_of(n));
-}
 
 int64_t esper_instruction_bytes() { return sizeof(esper::Instruction); }
 }

@@ -105,7 +105,11 @@ template <class T> void run_AFFINE(const Call<T>& c) {
         const T* x = c.p[0] + r * c.chunk.stride;
         T* y = c.p[1] + r * c.chunk.stride;
         const int lanes = c.chunk.lanes;
-        ESPER_EACH_LANE y[lane] = factor * x[lane] + shift;
+        if (shift == T(0)) {  // -0 stays -0
+            ESPER_EACH_LANE y[lane] = factor * x[lane];
+        } else {
+            ESPER_EACH_LANE y[lane] = factor * x[lane] + shift;
+        }
     }
 }
 

@@ -195,7 +195,7 @@ class NativeExecutor(NetworkExecutor):
         self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int
     ) -> None:
         """Train on batches that PyTorch makes, with a loss that it computes where there is no kernel for it."""
-        chosen, objective = torch.from_numpy(ours), self.data.objective
+        chosen = torch.from_numpy(ours)
         for number, (x_NB, y_NB) in enumerate(batches):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
@@ -269,7 +269,10 @@ class NativeExecutor(NetworkExecutor):
         self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray,
         distinct: list[int],
     ) -> None:  # fmt: skip
-        """Measure the distinct states of each host on batches that PyTorch makes, with scores that it computes where there is no kernel for them."""
+        """Measure the distinct states of each host on batches that PyTorch makes.
+
+        PyTorch computes the scores where there is no kernel for them.
+        """
         objective, chosen = self.data.objectives[batches.split], torch.from_numpy(ours)
         for x, y in batches:
             each = batches.chosen is not None

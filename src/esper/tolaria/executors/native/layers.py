@@ -732,7 +732,7 @@ def _planes(low: Lowering, x: Any, axes: int) -> Value:
     x = low.value(x)
     if x.axis is not None and x.axis >= len(x.shape) - axes:
         raise low.refuse("windows over the examples of a batch")
-    return x
+    return low.value(x)
 
 
 def _with_space(low: Lowering, x: Value, out: Sequence[int]) -> Value:
@@ -941,7 +941,7 @@ def constant_pad(low: Lowering, x: Any, pads: Sequence[int], value: float = 0.0)
             x = slice_(low, x, d, max(-before, 0), x.shape[d] - max(-after, 0))
     shape = tuple(size + max(before, 0) + max(after, 0) for size, (before, after) in zip(x.shape, of, strict=True))
     if shape == x.shape:
-        return x
+        return low.value(x)
     y = replace(x, rows=Rows(0, 0), shape=shape, needs=False)
     y = replace(y, rows=low.rows(y.size))
     low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(value),))
@@ -1006,7 +1006,7 @@ def pad(low: Lowering, x: Any, pads: Sequence[int], mode: str = "constant", valu
             raise low.refuse(f"a {mode} padding of less than nothing")
         if before or after:
             x = _extended(low, x, dim, before, after, mode)
-    return x
+    return low.value(x)
 
 
 _NEAREST, _NEAREST_EXACT, _LINEAR, _ALIGNED = range(4)

@@ -172,14 +172,12 @@ class Lowering:
 
     Attributes:
         trainable: a backward pass will follow. constants: numbers that all hosts share, and their space.
-        scratch: how many numbers of scratch instructions of convolution.h need.
         slot: the number of whose random numbers masks of dropout are made (`Draws`). masks: slot of each mask so far.
     """
 
     a: Assembler
     trainable: bool
     constants: "Constants"
-    scratch: Callable[[tuple[int, ...], bool], int]
     slot: int = 0
     masks: list[int] = field(default_factory=list)
     needs: bool = True
@@ -484,7 +482,7 @@ def _note_edit(node: fx.Node, current: dict[fx.Node, fx.Node]) -> None:
     edited, name = node.args[0], node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     assert isinstance(edited, fx.Node)
     root, family = _memory(edited)
-    if root.meta.get("kept") or root in list(node.graph.find_nodes(op="placeholder"))[:2]:
+    if root.meta.get("kept") or root.target is part or root in list(node.graph.find_nodes(op="placeholder"))[:2]:
         raise NoRuleError(f"{name} edits a parameter or buffer")
     later = {user for member in family if member is not edited for user in member.users if user > node}
     if later:

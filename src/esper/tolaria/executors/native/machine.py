@@ -62,13 +62,7 @@ class Library:
         self._run = library.esper_run
         self._run.restype = ctypes.c_int64
         structs = (HostsStruct, ExamplesStruct, MemoryStruct)
-        self._run.argtypes = [*(ctypes.POINTER(struct) for struct in structs), ctypes.c_int64]
-        self._scratch = library.esper_scratch
-        self._scratch.restype = ctypes.c_int64
-
-    def scratch(self, sizes: tuple[int, ...], product: bool) -> int:
-        """Numbers of scratch that an instruction of convolution.h with these sizes needs."""
-        return int(self._scratch((ctypes.c_int32 * len(sizes))(*sizes), ctypes.c_int64(product)))
+        self._run.argtypes = [ctypes.POINTER(struct) for struct in structs]
 
     def run(
         self,
@@ -76,18 +70,17 @@ class Library:
         hosts: HostsStruct,
         examples: ExamplesStruct,
         memory: MemoryStruct,
-        number_size: int,
     ) -> None:
         """Run hosts that no other thread has taken, without the interpreter's lock.
 
-        The caller keeps alive what the structures point to: contiguous arrays, int64 where they are no numbers of
-        `number_size` bytes (float32 or float64). `program` are all instructions.
+        The caller keeps alive what the structures point to: contiguous arrays of the library's dtype, or int64.
+        `program` are all instructions.
 
         Raises:
             IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes, and was
                 not executed; or the order names an example that there is not.
         """
-        failed = self._run(hosts, examples, memory, number_size)
+        failed = self._run(hosts, examples, memory)
         if failed == _NO_SUCH_EXAMPLE:
             raise IndexError(f"the order of the examples names one that is not among the {examples.available}")
         if failed != _DONE:
@@ -101,9 +94,9 @@ def stride_of(lanes: int) -> int:
     return -(-lanes // LANES) * LANES
 
 
-@lru_cache(maxsize=1)
-def cached_library() -> Library:
-    """The library, loaded once per process.
+@lru_cache(maxsize=2)
+def cached_library(dtype: torch.dtype = torch.float32) -> Library:
+    """The library for float32 or float64, loaded once per process.
 
     Raises:
         ConfigError: there is no compiler, it failed, or the library cannot be loaded (`esper.cpp.build.load`).
@@ -114,6 +107,7 @@ def cached_library() -> Library:
         what="the native executor",
         way_out="install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or "
         "'streamed'",
+        options=(f"-DESPER_NUMBER={'double' if dtype is torch.float64 else 'float'}",),
     )
 
 
@@ -236,7 +230,10 @@ class _Memory:
 @final
 @dataclass(frozen=True)
 class Workload:
-    """The program of each host, made once per pass: different `programs`, those `of_hosts` [H], `code` of all of them, and first instruction and count [H].
+    """The program of each host, made once per pass.
+
+    `programs` are the different ones, `of_hosts` [H] those of the hosts; `code` are all instructions, and `first` and
+    `count` [H] those of each host.
 
     `chunk` [H]: examples of a batch that pass through the layers together (`Program.chunk`).
     `turn` [H]: the hosts, those with the most work first, so that threads end at nearly the same time.
@@ -283,7 +280,7 @@ class Workload:
 
     def _barriers(self) -> np.ndarray:
         found = np.flatnonzero(self.code["operation"] == Operation.BARRIER)
-        return found[np.searchsorted(found, self.first)] + 1 - self.first
+        return np.asarray(found[np.searchsorted(found, self.first)] + 1 - self.first)
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError where a normalization of a host would see a single value (`Program.check_batch`)."""
@@ -333,7 +330,7 @@ class Machine:
     """
 
     def __init__(self, *, dtype: torch.dtype = torch.float32, threads: int = 1) -> None:
-        self._library, self._dtype = cached_library(), dtype
+        self._library, self._dtype = cached_library(dtype), dtype
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
@@ -368,7 +365,7 @@ class Machine:
         ]
 
         def run(memory: MemoryStruct) -> None:
-            self._library.run(work.code, hosts, examples, memory, self._dtype.itemsize)
+            self._library.run(work.code, hosts, examples, memory)
 
         first, *others = memories[: len(spaces.begin)]
         futures = [] if self._pool is None else [self._pool.submit(run, memory) for memory in others]

@@ -5,11 +5,12 @@
 
 Host, seeds and gates pass through the same door (`trace`, `lowering`): what they are made of does not matter. A program
 depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs. The graph of
-each host, seed and gate is compared with PyTorch once, on random weights and inputs in float64 (`compare`). A seed whose
-results differ has no rule: PyTorch runs the hosts that grow it.
+each host, seed and gate is compared with PyTorch once, on random inputs in float64 (`compare`). A seed whose results
+differ has no rule: PyTorch runs the hosts that grow it.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -138,7 +139,9 @@ class ActiveSeed:
         sizes = (h.size, _BLEND_CODES[self.algorithm], h.size if gate is None else h.size // gate.size)
         y = low.like(h) if self.active else h
         if self.active:
-            low.emit(Operation.BLEND, h.rows, delta.rows, gate and gate.rows, alpha, y.rows, sizes=sizes)
+            low.emit(
+                Operation.BLEND, h.rows, delta.rows, None if gate is None else gate.rows, alpha, y.rows, sizes=sizes
+            )
         else:
             y = replace(h, needs=False)
         multiplies = self.algorithm is Algorithm.MULTIPLY
@@ -149,9 +152,10 @@ class ActiveSeed:
             of_delta = low.rows(delta.size) if delta.needs else None
             of_gate = low.rows(gate.size) if gate is not None and gate.needs else None
             if of_delta is not None or changes:
-                own, change = h.rows if multiplies else None, delta.rows if multiplies or of_gate else None
-                low.emit(Operation.BLEND_BACKWARD, own, change, gate and gate.rows, alpha, g, of_delta, of_gate,
-                         sizes=sizes, flag=self.active)  # fmt: skip
+                own, change = h.rows if multiplies else None, delta.rows if multiplies or of_gate is not None else None
+                gates = None if gate is None else gate.rows
+                low.emit(Operation.BLEND_BACKWARD, own, change, gates, alpha, g, of_delta, of_gate, sizes=sizes,
+                         flag=self.active)  # fmt: skip
             if of_delta is not None:
                 low.give(delta, of_delta)
             if of_gate is not None and gate is not None:
@@ -192,6 +196,8 @@ class Networks:
         self._smoothing = getattr(objective, "label_smoothing", 0.0)
         self._optimizer: OptimizerSpec = p.optimizer_spec
         self.constants = Constants(Space.CONSTANTS)
+        with ThreadPoolExecutor(2) as pool:  # they are compiled side by side, if they are not yet
+            list(pool.map(cached_library, (torch.float32, torch.float64)))
         try:
             self._host = _host_graphs(p, example)
         except NoRuleError as error:
@@ -229,7 +235,7 @@ class Networks:
 
     def _lowering(self, *, trainable: bool) -> Lowering:
         slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
-        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch, slot)
+        return Lowering(Assembler(trainable), trainable, self.constants, slot)
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""
@@ -337,10 +343,10 @@ class Networks:
         for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, _FIELDS).tolist()):
             blueprint, algorithm, *flags = row
             if blueprint != _NOTHING:
-                slot_id, (active, *_) = self._points[s].slot_id, map(bool, flags)
+                slot_id, (active, trainable, gate_trainable) = self._points[s].slot_id, map(bool, flags)
                 seeds[slot_id] = ActiveSeed(
-                    s, self._seeds[slot_id, blueprint], self._gates[slot_id], Algorithm(algorithm), *map(bool, flags),
-                    isolated=not active or self._population.family is HostFamily.CNN,
+                    s, self._seeds[slot_id, blueprint], self._gates[slot_id], Algorithm(algorithm), active, trainable,
+                    gate_trainable, isolated=not active or self._population.family is HostFamily.CNN,
                 )  # fmt: skip
         return seeds
 

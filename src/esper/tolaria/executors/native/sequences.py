@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
-from esper.tolaria.executors.native.convolutions import linear
+from esper.tolaria.executors.native.convolutions import by_weight, linear
 from esper.tolaria.executors.native.layers import softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
@@ -189,25 +189,6 @@ def _product_rows(low: Lowering, a: Value, b: Value, y: Value, sizes: tuple[int,
     return low.result(y, backward, a, b)
 
 
-def _by_weight(low: Lowering, x: Value, weight: Any) -> Value:
-    """X W with W [I, O]: the product that a linear layer's backward pass needs."""
-    inputs, outputs = weight.shape
-    if x.axis == len(x.shape) - 1 or x.shape[-1] != inputs:
-        raise low.refuse(f"a product of {x.shape} and {weight.shape}")
-    w = low.weight(weight, inputs, outputs)
-    sizes = (x.size // inputs, outputs, inputs)
-    y = Value(low.rows(sizes[0] * outputs), (*x.shape[:-1], outputs), x.axis, x.outer)
-    scratch = low.a.scratch(low.scratch(sizes, True))
-    low.emit(Operation.MULTIPLY_INPUT_GRAD, x.rows, w.place, y.rows, scratch, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        if low.trains(w):
-            low.emit(Operation.MULTIPLY_WEIGHT_GRAD, g, x.rows, low.grad_of(w), None, scratch, sizes=sizes)
-        low.into(x, lambda grad: low.emit(Operation.MULTIPLY, g, w.place, None, grad, scratch, sizes=sizes))
-
-    return low.result(y, backward, x, w)
-
-
 def _is_weight(x: object) -> bool:
     return isinstance(x, Weight | Tensor)
 
@@ -222,7 +203,7 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
             return low.value(squeeze(low, linear(low, a, _shaped(low, b, (1, *b.shape))), -1))
         return low.value(squeeze(low, matmul(low, a, unsqueeze(low, b, 1)), -1))
     if _is_weight(b) and len(b.shape) == 2:
-        return _by_weight(low, low.value(a), b)
+        return by_weight(low, low.value(a), b)
     if _is_weight(a) and len(a.shape) == 2 and b.axis != len(b.shape) - 2:
         order = [*range(len(b.shape) - 2), len(b.shape) - 1, len(b.shape) - 2]
         return permute(low, linear(low, permute(low, b, order), a), order)
@@ -285,7 +266,7 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
         size, outputs = math.prod(a.shape[len(rows) :]), [b.shape[second.index(x)] for x in columns]
         x, of_rows = _shaped(low, a, (*a.shape[: len(rows)], size)), second == columns + inner
         w = _shaped(low, b, (math.prod(outputs), size) if of_rows else (size, math.prod(outputs)))
-        y = linear(low, x, w) if of_rows else _by_weight(low, x, w)
+        y = linear(low, x, w) if of_rows else by_weight(low, x, w)
         return _arranged(low, _shaped(low, y, (*a.shape[: len(rows)], *outputs)), rows + columns, out)
     a, b = _arranged(low, a, first, batch + rows + inner), _arranged(low, b, second, batch + inner + columns)
     letters = batch + rows + columns

@@ -136,7 +136,7 @@ def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
     """Compute what depends on constants alone."""
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            value = owner
+            value: Any = owner
             for name in str(node.target).split("."):
                 value = getattr(value, name)
         elif (

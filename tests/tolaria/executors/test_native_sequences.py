@@ -239,7 +239,6 @@ PRODUCTS = {
     "einsum_of_weights": lambda s, x: torch.einsum("td,de->te", s.u, s.w) + x[..., :8].sum((1, 2), keepdim=True),
     "einsum_weight_first": lambda s, x: torch.einsum("de,btd->bte", s.w, x),
     "einsum_outer": lambda s, x: torch.einsum("bt,bd->btd", x[:, :, 0], x[:, 0]),
-    "tensordot": lambda s, x: torch.tensordot(x, s.w, 1),
 }
 
 
@@ -295,7 +294,6 @@ ELEMENTWISE = {
     "where_weight": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, s.v),
     "where_broadcast": lambda s, x: torch.where(LATER[None, :, :4, None], x[:, :, None], x[:, :, None] * 2),
     "dropout_that_does_nothing": lambda s, x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False),
-    "new_zeros": lambda s, x: torch.cat([x.new_zeros(len(x), 2, WIDTH), x, x.new_ones(len(x), 1, WIDTH)], 1),
     "full_like": lambda s, x: torch.full_like(x, 0.5) * x + torch.zeros_like(x) - torch.ones_like(x) / x.shape[1],
     "compared": lambda s, x: torch.where(x > 0, x, 0.1 * x),
     "masked_by_weights": lambda s, x: x.masked_fill(s.v == s.v[0], 2.0),

@@ -11,9 +11,7 @@ from esper.tolaria.executors.native.trace import aten
 
 
 class Geometry(NamedTuple):
-    """Sizes of a convolution, in the order of `Shape` in convolution.h; a linear layer is one of as many rows as it has
-    positions.
-    """
+    """Sizes of a convolution, in the order of `Shape` in convolution.h; positions of a linear layer are rows."""
 
     inputs: int
     outputs: int
@@ -34,8 +32,9 @@ class Geometry(NamedTuple):
 
 def _convolve(low: Lowering, x: Value, w: Weight, b: Weight | None, y: Value, sizes: Geometry, *, back: bool = False,
               linear: bool = False) -> Value:  # fmt: skip
-    """Fill `y`, and register its backward pass. `back`: as the gradient of the input of a convolution of these sizes.
-    `linear`: the channels of a position follow each other.
+    """Fill `y`, and register its backward pass.
+
+    `back`: as the gradient of the input of a convolution of these sizes. `linear`: channels follow each other.
     """
 
     def emit(back: bool, x: Rows, b: Weight | None, y: Rows) -> None:

@@ -81,6 +81,11 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
+class Mask(Value):
+    """A value that PyTorch sees as true or false: 1 or 0."""
+
+
+@dataclass(frozen=True, eq=False)
 class Weight:
     """Numbers of a row of parameters or buffers, consecutive and in row-major order of `shape`.
 

@@ -15,6 +15,7 @@ from esper.tolaria.executors.native.lowering import (
     SUBTRACTED,
     Dims,
     Lowering,
+    Mask,
     Value,
     Weight,
     loop,
@@ -242,6 +243,13 @@ def stack(low: Lowering, tensors: Sequence[Any], dim: int = 0) -> Value:
     return cat(low, [unsqueeze(low, low.value(x), dim) for x in tensors], dim)
 
 
+def padded(low: Lowering, x: Value, count: int) -> Value:
+    """With so many axes, the new ones of size 1 in front."""
+    more = count - len(x.shape)
+    axis = None if x.axis is None else x.axis + more
+    return low.view(x, (*(1,) * more, *x.shape), axis, x.outer) if more else x
+
+
 def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
     """A value that is the same for all examples, with the axis of the examples of one that is not."""
     like = next((o for o in others if isinstance(o, Value) and o.axis is not None), None)
@@ -249,8 +257,7 @@ def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
         return x
     assert like.axis is not None
     if x.shape[like.axis] == 1:
-        shape = (*x.shape[: like.axis], BATCH, *x.shape[like.axis + 1 :])
-        return low.view(x, shape, like.axis)
+        return low.view(x, (*x.shape[: like.axis], BATCH, *x.shape[like.axis + 1 :]), like.axis)
     if x.shape[like.axis] == BATCH:
         raise low.refuse("a tensor with an entry for each example of a batch")
     return x
@@ -259,16 +266,11 @@ def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
 @rule("expand.default")
 def expand(low: Lowering, x: Any, shape: Sequence[int], implicit: bool = False) -> Value:
     x = low.value(x)
-    more = len(shape) - len(x.shape)
-    padded = (*(1,) * more, *x.shape)
-    full = tuple(old if new == -1 else int(new) for old, new in zip(padded, shape, strict=True))
+    base = padded(low, x, len(shape))
+    full = tuple(old if new == -1 else int(new) for old, new in zip(base.shape, shape, strict=True))
     if x.axis is None:
         # whether an axis of BATCH is that of the examples shows where it is combined with them; sizes of 1 broadcast
-        if BATCH in [new for old, new in zip(padded, full, strict=True) if old != new]:
-            full = tuple(1 if old != new and new == BATCH else new for old, new in zip(padded, full, strict=True))
-        base = low.view(x, padded, None)
-    else:
-        base = low.view(x, padded, x.axis + more, x.outer)
+        full = tuple(1 if old != new == BATCH else new for old, new in zip(base.shape, full, strict=True))
     y = replace(base, rows=Rows(0, 0), shape=full, needs=False)
     if y.dims == base.dims:
         return replace(base, shape=full) if not base.needs else low.view(base, full, base.axis, base.outer)
@@ -305,24 +307,18 @@ def to(low: Lowering, x: Any, *arguments: Any, **options: Any) -> Any:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def broadcast(low: Lowering, a: Value, b: Value) -> tuple[Value, Value, Value]:
-    """Both with as many axes, the examples along the same one; and the shape of the result, without rows."""
-    count = max(len(a.shape), len(b.shape))
-    a, b = (
-        x if len(x.shape) == count else low.view(
-            x, (*(1,) * (count - len(x.shape)), *x.shape), None if x.axis is None else x.axis + count - len(x.shape),
-            x.outer,
-        )
-        for x in (a, b)
-    )  # fmt: skip
-    if a.axis is not None and b.axis is not None and (a.axis, a.outer, a.shape[a.axis]) != (
-        b.axis, b.outer, b.shape[b.axis]
-    ):  # fmt: skip
+def broadcast(low: Lowering, *values: Value, shape: Sequence[int] = ()) -> tuple[Value, ...]:
+    """All with as many axes, the examples along the same one; and the shape that they have together, without rows."""
+    count = max(len(shape), *(len(x.shape) for x in values))
+    values = tuple(padded(low, x, count) for x in values)
+    if len({(x.axis, x.outer, x.shape[x.axis]) for x in values if x.axis is not None}) > 1:
         raise low.refuse("tensors whose examples lie along other axes")
-    a, b = batched(low, a, [b]), batched(low, b, [a])
-    shape = tuple(max(m, n) for m, n in zip(a.shape, b.shape, strict=True))
-    like = a if a.axis is not None else b
-    return a, b, replace(like, rows=Rows(0, 0), shape=shape, needs=False)
+    values = tuple(batched(low, x, values) for x in values)
+    like = next((x for x in values if x.axis is not None), values[0])
+    if any(x.axis != like.axis for x in values):
+        raise low.refuse("a tensor with an entry for each example of a batch")
+    full = tuple(torch.broadcast_shapes(shape, *(x.shape for x in values)))
+    return *values, Value(Rows(0, 0), full, like.axis, like.outer)
 
 
 def _broadcast_strides(x: Value, dims: Dims) -> list[int]:
@@ -356,6 +352,8 @@ def _reduce_to(low: Lowering, x: Value, g: Rows, dims: Dims, times: Value | None
 
 def combine(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) -> Value:
     """Elementwise, with broadcasting."""
+    if isinstance(a, Mask) and isinstance(b, Mask) and kind != MULTIPLIED:
+        raise low.refuse("a sum of truth values")
     a, b, like = broadcast(low, low.value(a), low.value(b))
     dims = like.dims
     y = replace(like, rows=low.rows(math.prod(dims)))

@@ -103,12 +103,10 @@ class Weight:
 
     def part(self, offset: int, shape: Dims) -> "Weight":
         """Numbers from `offset` on."""
-        size = math.prod(shape)
-
-        def of(place: Place) -> Place:
-            return Place(place.space, place.offset + offset, size)
-
-        return Weight(of(self.place), shape, None if self.grad is None else of(self.grad))
+        size, places = math.prod(shape), (self.place, self.grad)
+        place, grad = (p and Place(p.space, p.offset + offset, size) for p in places)
+        assert place is not None
+        return Weight(place, shape, grad)
 
 
 Backward = Callable[[Rows], None]

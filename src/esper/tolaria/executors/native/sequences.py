@@ -217,16 +217,15 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
         return _product_rows(low, a, b, y, (1, a.size // a.dims[-1], b.shape[1], b.shape[0]))
     count = max(len(a.shape), len(b.shape))
     a, b = padded(low, a, count), padded(low, b, count)
-    a, b = (
-        x if other.axis is None or other.axis >= count - 2 else batched(low, x, [other]) for x, other in ((a, b), (b, a))
-    )
+    of_matrices = [x for x in (a, b) if x.axis is not None and x.axis < count - 2]
+    a, b = batched(low, a, of_matrices), batched(low, b, of_matrices)
     lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     a, b = expand(low, a, (*lead, *a.shape[-2:])), expand(low, b, (*lead, *b.shape[-2:]))
     axis = a.axis if b.axis is None else b.axis
     if axis is not None:
         of_rows, of_columns = a.axis == count - 2 and b.axis is None, b.axis == count - 1 and a.axis is None
-        of_matrices = axis < count - 2 and (a.axis, a.outer, a.shape[axis]) == (b.axis, b.outer, b.shape[axis])
-        if not (of_rows or of_columns or of_matrices):
+        alike = axis < count - 2 and (a.axis, a.outer, a.shape[axis]) == (b.axis, b.outer, b.shape[axis])
+        if not (of_rows or of_columns or alike):
             raise low.refuse(f"a product of {a.shape} and {b.shape} whose examples lie along other axes")
     if a.dims[:-2] != b.dims[:-2]:
         raise low.refuse(f"a product of {a.shape} and {b.shape}")

@@ -307,7 +307,8 @@ def broadcast(low: Lowering, *values: Value, shape: Sequence[int] = ()) -> tuple
     like = next((x for x in values if x.axis is not None), values[0])
     if any(x.axis != like.axis for x in values):
         raise low.refuse("a tensor with an entry for each example of a batch")
-    full = tuple(torch.broadcast_shapes(shape, *(x.shape for x in values)))
+    shapes = ((1,) * (count - len(shape)) + tuple(shape), *(x.shape for x in values))
+    full = tuple(max(sizes) for sizes in zip(*shapes, strict=True))  # merged axes may have several times BATCH
     return *values, Value(Rows(0, 0), full, like.axis, like.outer)
 
 

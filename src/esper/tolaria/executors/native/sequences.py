@@ -219,7 +219,7 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
     a, b = padded(low, a, count), padded(low, b, count)
     of_matrices = [x for x in (a, b) if x.axis is not None and x.axis < count - 2]
     a, b = batched(low, a, of_matrices), batched(low, b, of_matrices)
-    lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    lead = tuple(max(sizes) for sizes in zip(a.shape[:-2], b.shape[:-2], strict=True))
     a, b = expand(low, a, (*lead, *a.shape[-2:])), expand(low, b, (*lead, *b.shape[-2:]))
     axis = a.axis if b.axis is None else b.axis
     if axis is not None:

@@ -31,7 +31,7 @@ MAY_DRAW = {
     "kasmina/hosts/module_host.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/initialization.py": "replays the draws of a constructor, to see whether it has drawn others",
     "kasmina/parameters/stacking.py": "tries a stacked module, with a generator of its own",
-    "tolaria/executors/native/networks.py": "tries a rule on a module, with a generator of its own",
+    "tolaria/executors/native/compare.py": "tries a graph on a module, with a generator of its own",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {
@@ -46,6 +46,7 @@ MAY_CATCH_ALL = {
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
+    "tolaria/executors/native/trace.py": "any error of a user's code in a trace is why it has no rule",
     "telemetry/sinks.py": "whatever a listener or a sink does, it does not stop a run",
     "tolaria/executors/sharded.py": "sends the exception to the process that asked, which raises it",
 }

@@ -81,7 +81,10 @@ def test_two_processes_share_the_networks(tmp_path, run):
 
 def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_path):
     task = esper.Task(model=Looking, slots=["body"], train=points(), batch=16, episode_length=2)
-    with pytest.warns(UserWarning, match="a slower one will: the host fails for many hosts at once"):
+    with (
+        pytest.warns(UserWarning, match="a slower one will: the host fails for many hosts at once"),
+        pytest.warns(UserWarning, match=r"compiled C\+\+ cannot run the host: it looks at values in Python"),
+    ):
         run = train(task, tmp_path, executor="auto")
     assert run.config["executor"] == "streamed"
     assert run.summary is not None

@@ -70,6 +70,17 @@ def test_sequences_in_every_stage_and_blend_are_run_as_streamed(executor):
     compare(EXECUTORS[executor], in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_gates_that_see_later_tokens_and_gates_that_do_not_are_not_mistaken(causal):
+    settings = token_settings()
+    settings["host"].causal = causal
+
+    def grow(bench):
+        bench.grow("r0c0", "token_mlp", S.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
+
+    compare(EXECUTORS["native"], grow, **settings)
+
+
 @each_other
 def test_sequences_with_keyed_dropout_in_hosts_and_seeds_are_run_as_streamed(executor):
     def grow(bench):
@@ -304,7 +315,9 @@ def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_r
         token_engine(of, executor="fused")
     with (
         pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"),
-        pytest.warns(UserWarning, match="the native executor cannot run these hosts; a slower one will: .*traced"),
+        pytest.warns(
+            UserWarning, match="the native executor cannot run these hosts; a slower one will: .*looks at values"
+        ),
     ):
         assert token_engine(of, executor="auto").config.executor == "streamed"
 

@@ -18,7 +18,7 @@ from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
-from esper.tolaria.executors.choice import native_problem, prefers_native
+from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.native.machine import cached_library
 from esper.tolaria.executors.network import HostData
@@ -213,15 +213,13 @@ def test_auto_does_not_run_natively_what_cannot_be():
     assert taken(executor="auto", amp="bf16") == "fused"
 
 
-def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
-    data = Bench(1).executor.data
-    assert prefers_native(data)
-    # 4 channels of 64 x 64 numbers of 4 bytes, for 256 examples: 16 MiB
-    data.host.largest_activation = HOST.largest_activation(64, 64)
-    data.batch_train = 256
-    assert prefers_native(data)
-    data.batch_train = 257
-    assert not prefers_native(data)
+def test_hosts_in_which_products_take_all_of_the_time_are_not_run_natively_by_auto(monkeypatch):
+    intensity = NativeExecutor(Bench(1).executor.data).intensity()
+    monkeypatch.setattr(choice, "_NATIVE_INTENSITY", intensity)
+    assert taken(executor="auto") == "native"
+    monkeypatch.setattr(choice, "_NATIVE_INTENSITY", 0.99 * intensity)
+    assert taken(executor="auto") == "fused"
+    assert taken(executor="native") == "native"
 
 
 def test_native_is_refused_where_it_cannot_be_with_the_way_out():

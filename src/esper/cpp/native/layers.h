@@ -156,7 +156,7 @@ template <class T> inline T softplus_of(T x) {
     X(RSQRT, T(1) / std::sqrt(x), T(-0.5) * g * s * s * s)                                                             \
     X(RECIPROCAL, T(1) / x, -g * s * s)                                                                                \
     X(ABS, x < T(0) ? -x : x + T(0), s > T(0) ? g : s < T(0) ? -g : g * T(0))                                          \
-    X(SIGN, T(x > T(0)) - T(x < T(0)), g * T(0))                                                                       \
+    X(SIGN, T(x > T(0)) - T(x < T(0)), T(0))                                                                           \
     X(SQUARE, x * x, g * (s + s))                                                                                      \
     X(CUBE, x * x * x, T(3) * g * s * s)                                                                               \
     X(POWER, power_of(x, a, b), g * (a * power_of(s, a - T(1), -b)))                                                   \

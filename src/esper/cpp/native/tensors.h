@@ -98,18 +98,14 @@ template <class T> void run_COMBINE(const Call<T>& c) {
     });
 }
 
-// n = {rows}: y = number[0] x + number[1].
+// n = {rows}: y = number[0] x + number[1]; -0 as number[1] keeps the sign of zero.
 template <class T> void run_AFFINE(const Call<T>& c) {
     const T factor = T(c.number[0]), shift = T(c.number[1]);
     for (int64_t r = 0; r < c.n[0]; ++r) {
         const T* x = c.p[0] + r * c.chunk.stride;
         T* y = c.p[1] + r * c.chunk.stride;
         const int lanes = c.chunk.lanes;
-        if (shift == T(0)) {  // -0 stays -0
-            ESPER_EACH_LANE y[lane] = factor * x[lane];
-        } else {
-            ESPER_EACH_LANE y[lane] = factor * x[lane] + shift;
-        }
+        ESPER_EACH_LANE y[lane] = factor * x[lane] + shift;
     }
 }
 

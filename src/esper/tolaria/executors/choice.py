@@ -19,9 +19,9 @@ from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
 
-_NATIVE_BYTES = 2**24
-"""Hosts whose largest activation of a batch has at most this many bytes run natively on a CPU: larger ones do not fit
-into the caches, and wide hosts with seeds are then no faster than in PyTorch."""
+_NATIVE_INTENSITY = 100.0
+"""Hosts with at most this many multiplications for each number that is read or written run natively on a CPU: in wider
+ones matrix products take all of the time, and PyTorch computes those as fast."""
 _FUSED_BYTES_ON_CPU = 2**20
 """Otherwise hosts with at most this many run fused there, because small operations take most of the time, as always on
 a GPU.
@@ -57,7 +57,10 @@ def network_executor(
         preferred.append(("fused", StackingError))
     for name, refusal in preferred:
         try:
-            return _build(name, config, data), name
+            executor = _build(name, config, data)
+            if name == "native" and not pays(executor):
+                continue
+            return executor, name
         except refusal as error:
             if config.num_envs > 1:  # a single host is no slower without it
                 warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
@@ -143,5 +146,13 @@ def native_problem(data: HostData) -> str | None:
 
 
 def prefers_native(data: HostData) -> bool:
-    """Whether "auto" prefers the native executor: it can run, and the activations of a batch are small."""
-    return data.largest_batch_bytes <= _NATIVE_BYTES and native_problem(data) is None and compiler() is not None
+    """Whether "auto" tries the native executor: nothing is known against it, and there is a compiler."""
+    return native_problem(data) is None and compiler() is not None
+
+
+def pays(executor: NetworkExecutor) -> bool:
+    """Whether a native executor is faster than the others, by the work in its programs."""
+    from esper.tolaria.executors.native.executor import NativeExecutor
+
+    assert isinstance(executor, NativeExecutor)
+    return executor.intensity() <= _NATIVE_INTENSITY

@@ -27,6 +27,8 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
+    NOTHING,
+    NUM_FIELDS,
     Networks,
     Space,
     population_spaces,
@@ -85,6 +87,12 @@ class NativeExecutor(NetworkExecutor):
             self._table = _values_of_bytes(inputs, example.shape[1])
         self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
         self._stored: dict[SplitName, Stored] = {}
+
+    def intensity(self) -> float:
+        """Multiplications for each number that is read or written, in training a host without seeds."""
+        nothing = np.full((self.population.num_slots, NUM_FIELDS), NOTHING, dtype=np.int64)
+        program = self._networks.training(nothing.tobytes())
+        return program.products / program.moved
 
     def working_bytes(self) -> int:
         """Working memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""

@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, Final, TypeVar, final
 
@@ -153,6 +154,11 @@ def loop(dims: Sequence[int], *strides: Sequence[int]) -> tuple[int, ...]:
     Raises:
         NoRuleError: too many axes remain.
     """
+    return _loop(tuple(dims), *map(tuple, strides))
+
+
+@lru_cache(maxsize=4096)
+def _loop(dims: Dims, *strides: Dims) -> tuple[int, ...]:
     axes: list[list[int]] = []
     for size, *steps in zip(dims, *strides, strict=True):
         if size == 1:
@@ -242,7 +248,9 @@ class Lowering:
         return weight.grad if weight is not None and self.trainable and self.needs else None
 
     def rows(self, count: int) -> Rows:
-        """New rows."""
+        """New rows, at least one: kernels and the placement of rows do not expect none."""
+        if count < 1:
+            raise self.refuse("a tensor without numbers")
         return self.a.rows(count)
 
     def like(self, x: Value) -> Value:

@@ -224,7 +224,7 @@ class Networks:
                             nothing, nothing, template.parameters, template.buffers
                         )
         refused = [i for _, i in p.seed_kinds if registry.blueprint_at(i, p.family).name in self.refused]
-        self._runnable = [_NOTHING, *(i for _, i in p.seed_kinds if i not in refused)]
+        self._runnable = [NOTHING, *(i for _, i in p.seed_kinds if i not in refused)]
         self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
         self.step = lru_cache(CACHED_PROGRAMS)(self._write_step)
         self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
@@ -340,9 +340,9 @@ class Networks:
 
     def _active(self, code: bytes) -> dict[str, ActiveSeed]:
         seeds = {}
-        for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, _FIELDS).tolist()):
+        for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, NUM_FIELDS).tolist()):
             blueprint, algorithm, *flags = row
-            if blueprint != _NOTHING:
+            if blueprint != NOTHING:
                 slot_id, (active, trainable, gate_trainable) = self._points[s].slot_id, map(bool, flags)
                 seeds[slot_id] = ActiveSeed(
                     s, self._seeds[slot_id, blueprint], self._gates[slot_id], Algorithm(algorithm), active, trainable,
@@ -382,9 +382,10 @@ def clipped_step(
                    flag=spec.kind == "adam")  # fmt: skip
 
 
-_FIELDS = 5
+NUM_FIELDS: Final = 5
 """Numbers of a slot in a structure code: blueprint, algorithm, active, trainable, gate_trainable."""
-_NOTHING = -1
+NOTHING: Final = -1
+"""A slot where nothing runs, in a structure code."""
 CACHED_PROGRAMS: Final = 2048
 """Programs of each kind in the cache: each takes some tens of kilobytes, and a few milliseconds to write."""
 
@@ -415,7 +416,9 @@ def _known(kind: Kind, h: Tensor) -> Graphs:
         except NoRuleError as error:
             return error
 
-    found = once(kind.source, (kind.template.parameters.total, *h.shape), "graphs", find)
+    # gates of one class differ by whether they see later tokens
+    which = f"graphs {getattr(kind.template.module, 'causal', None)}"
+    found = once(kind.source, (kind.template.parameters.total, *h.shape), which, find)
     if isinstance(found, NoRuleError):
         raise found
     return found
@@ -427,7 +430,7 @@ def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
     trainable = trained_mask(structure) if training else np.zeros_like(active)
     gated = trainable & (structure.algorithm == Algorithm.GATE) & structure.has_gate
     codes = np.stack((structure.blueprint, structure.algorithm, active, trainable, gated), axis=-1).astype(np.int64)
-    codes[~(active | trainable)] = _NOTHING
+    codes[~(active | trainable)] = NOTHING
     return codes
 
 

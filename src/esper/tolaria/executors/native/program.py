@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -63,6 +64,8 @@ class Rows(NamedTuple):
 ROWS, LOCAL, NUMBERS, SCRATCH, NUM_WORKING = range(5)
 _HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD, Operation.BARRIER)
 """Operations that a chunk begins, and ends only when all chunks have begun it."""
+_PRODUCTS_OF_MOVE = 8
+"""Multiplications that take as long as to read or write a number."""
 _CACHED_NUMBERS = 2**20
 """Numbers of the features of a chunk."""
 
@@ -84,9 +87,21 @@ class Program:
     masks: tuple[int, ...] = ()
 
     @cached_property
+    def products(self) -> int:
+        """Multiplications of numbers of one example in convolutions and linear layers."""
+        n, operation = self.code["size"].astype(np.int64), self.code["operation"]
+        products = n[:, 0] * n[:, 1] // np.maximum(n[:, 2], 1) * n[:, 5:9].prod(axis=1)
+        return int(products[operation <= Operation.CONVOLVE_WEIGHT_GRAD].sum())
+
+    @cached_property
+    def moved(self) -> int:
+        """Numbers of one example that instructions read and write."""
+        return int(self.code["extent"][np.isin(self.code["space"], (ROWS, LOCAL))].sum())
+
+    @property
     def cost(self) -> int:
-        """Roughly in proportion to its time: the product of the sizes of each instruction, summed."""
-        return int(np.maximum(self.code["size"], 1).astype(np.int64).prod(axis=1).sum())
+        """Roughly in proportion to its time."""
+        return self.products + _PRODUCTS_OF_MOVE * self.moved
 
     @property
     def chunk(self) -> int:
@@ -211,21 +226,21 @@ def place_rows(code: np.ndarray, begins: np.ndarray) -> tuple[int, int]:
     They lie in LOCAL if other chunks do not take their turn in between.
     """
     in_rows = code["space"] == ROWS
-    which = np.searchsorted(begins, code["offset"], side="right") - 1
-    turns = np.cumsum(np.isin(code["operation"], _HALVED))
+    which = np.searchsorted(begins, code["offset"][in_rows], side="right") - 1
+    turns, starts = np.cumsum(np.isin(code["operation"], _HALVED)).tolist(), begins.tolist()
     spans: dict[int, tuple[int, int]] = {}
-    for i, k in np.argwhere(in_rows).tolist():
-        spans[which[i, k]] = spans.get(which[i, k], (i, i))[0], i
+    for i, k in zip(np.nonzero(in_rows)[0].tolist(), which.tolist(), strict=True):
+        spans[k] = spans[k][0] if k in spans else i, i
     pools, taken = {ROWS: Pool(), LOCAL: Pool()}, list[tuple[int, int, Rows]]()
-    spaces, shifts = np.zeros(len(begins), dtype=np.int32), np.zeros(len(begins), dtype=np.int64)
+    spaces, shifts = np.zeros(len(starts), dtype=np.int32), np.zeros(len(starts), dtype=np.int64)
     for k, (first, last) in spans.items():
-        for ended in [use for use in taken if use[0] < first]:
-            pools[ended[1]].give_back(ended[2])
-            taken.remove(ended)
+        while taken and taken[0][0] < first:
+            _, space, rows = heappop(taken)
+            pools[space].give_back(rows)
         space = ROWS if turns[last] > turns[first] else LOCAL
-        rows = pools[space].take(int(begins[k + 1] - begins[k]))
-        taken.append((last, space, rows))
-        spaces[k], shifts[k] = space, rows.first - begins[k]
-    code["space"][in_rows] = spaces[which[in_rows]]
-    code["offset"][in_rows] += shifts[which[in_rows]]
+        rows = pools[space].take(starts[k + 1] - starts[k])
+        heappush(taken, (last, space, rows))
+        spaces[k], shifts[k] = space, rows.first - starts[k]
+    code["space"][in_rows] = spaces[which]
+    code["offset"][in_rows] += shifts[which]
     return pools[ROWS].size, pools[LOCAL].size

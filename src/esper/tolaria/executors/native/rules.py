@@ -368,6 +368,10 @@ def combine(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) -> Val
     return low.result(y, backward, a, b)
 
 
+NOTHING = -0.0
+"""What changes no sum, not even the sign of zero."""
+
+
 def affine(low: Lowering, x: Value, factor: float, shift: float) -> Value:
     """Factor * x + shift."""
     y = low.like(x)
@@ -388,10 +392,10 @@ def _arithmetic(low: Lowering, a: Any, b: Any, *, kind: int, alpha: float = 1) -
     if isinstance(a, Value | Weight) and second is not None:
         if kind in (ADDED, SUBTRACTED):
             return affine(low, low.value(a), 1.0, alpha * second if kind == ADDED else -alpha * second)
-        return affine(low, low.value(a), second if kind == MULTIPLIED else 1.0 / second, 0.0)
+        return affine(low, low.value(a), second if kind == MULTIPLIED else 1.0 / second, NOTHING)
     if isinstance(b, Value | Weight) and first is not None and kind != DIVIDED:
         if kind == MULTIPLIED:
-            return affine(low, low.value(b), first, 0.0)
+            return affine(low, low.value(b), first, NOTHING)
         return affine(low, low.value(b), alpha if kind == ADDED else -alpha, first)
     return combine(low, a, b, kind, float(alpha))
 
@@ -409,7 +413,7 @@ def rsub(low: Lowering, a: Any, b: Any, alpha: float = 1) -> Value:
 
 @rule("neg.default")
 def neg(low: Lowering, x: Any) -> Value:
-    return affine(low, low.value(x), -1.0, 0.0)
+    return affine(low, low.value(x), -1.0, NOTHING)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
         with _dropout_as_operation():
             module_of_graph = make_fx(run, pre_dispatch=True, record_stack_traces=lines)(*rows, x)
     except Exception as error:  # any error of the user's code, which PyTorch itself may run
+        if "value out of a tracing tensor" in str(error):
+            raise NoRuleError("it looks at values in Python, such as .item() or a condition on a tensor") from error
         raise NoRuleError(f"it cannot be traced: {' '.join(str(error).split())[:200]}") from error
     finally:
         template.train(mode)

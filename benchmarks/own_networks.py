@@ -487,9 +487,8 @@ def main(options: Options) -> int:
     for case in chosen:
         for row in compared(case, options.executors, options):
             rows.append(row)
-            print(
-                f"{row.name}, {row.executor}: {row.ratio:.2f} times as fast as {row.plain}", file=sys.stderr, flush=True
-            )
+            times = f"{row.esper_ms:,.0f} ms, {row.ratio:.2f} times as fast ({row.lowest:.2f} to {row.highest:.2f})"
+            print(f"{row.name}, {row.executor}: {times} as {row.plain}", file=sys.stderr, flush=True)
     machine = environment(CPU)
     print(markdown(rows, {**machine, "workers": options.workers}))
     for case in chosen:

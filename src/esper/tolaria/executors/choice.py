@@ -19,7 +19,7 @@ from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
 
-_NATIVE_INTENSITY = 100.0
+_NATIVE_INTENSITY = 150.0
 """Hosts with at most this many multiplications for each number that is read or written run natively on a CPU: in wider
 ones matrix products take all of the time, and PyTorch computes those as fast."""
 _FUSED_BYTES_ON_CPU = 2**20

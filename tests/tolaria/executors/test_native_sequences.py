@@ -16,7 +16,7 @@ from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, with_keyed_
 from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.compare import by_instructions, disagreement, gradient_like
 from esper.tolaria.executors.native.lowering import KEYS, Constants, Lowering
-from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, cached_library
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place
 from esper.tolaria.executors.native.sequences import dropout, pass_keys
 from esper.tolaria.executors.native.trace import NoRuleError, trace
@@ -239,7 +239,6 @@ PRODUCTS = {
     "einsum_of_weights": lambda s, x: torch.einsum("td,de->te", s.u, s.w) + x[..., :8].sum((1, 2), keepdim=True),
     "einsum_weight_first": lambda s, x: torch.einsum("de,btd->bte", s.w, x),
     "einsum_outer": lambda s, x: torch.einsum("bt,bd->btd", x[:, :, 0], x[:, 0]),
-    "tensordot": lambda s, x: torch.tensordot(x, s.w, 1),
 }
 
 
@@ -295,7 +294,6 @@ ELEMENTWISE = {
     "where_weight": lambda s, x: torch.where(torch.arange(TOKENS)[:, None] > 2, x, s.v),
     "where_broadcast": lambda s, x: torch.where(LATER[None, :, :4, None], x[:, :, None], x[:, :, None] * 2),
     "dropout_that_does_nothing": lambda s, x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False),
-    "new_zeros": lambda s, x: torch.cat([x.new_zeros(len(x), 2, WIDTH), x, x.new_ones(len(x), 1, WIDTH)], 1),
     "full_like": lambda s, x: torch.full_like(x, 0.5) * x + torch.zeros_like(x) - torch.ones_like(x) / x.shape[1],
     "compared": lambda s, x: torch.where(x > 0, x, 0.1 * x),
     "masked_by_weights": lambda s, x: x.masked_fill(s.v == s.v[0], 2.0),
@@ -361,7 +359,7 @@ def test_dropout_where_examples_do_not_come_first_has_no_rule():
 def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
     hosts, moment, slots = torch.tensor([5, 9]), Moment(run_seed=2**40 + 3, episode=4, t=6), (3, 1, 3)
     x, p, sums = torch.randn(50, 6, dtype=torch.float64), 0.4, torch.zeros(2, 3, 6, dtype=torch.float64)
-    low = Lowering(Assembler(False), False, Constants(0), cached_library().scratch)
+    low = Lowering(Assembler(False), False, Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     for k, low.slot in enumerate(slots):
@@ -383,7 +381,7 @@ def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
 
 
 def test_a_pass_with_too_few_keys_does_not_run():
-    low = Lowering(Assembler(False), False, Constants(0), cached_library().scratch)
+    low = Lowering(Assembler(False), False, Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     dropout(low, value, 0.5, False)

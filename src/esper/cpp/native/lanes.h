@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #define ESPER_EACH_LANE _Pragma("omp simd") for (int lane = 0; lane < lanes; ++lane)
 
@@ -83,6 +84,14 @@ template <class T> inline void store(T* to, wide<T> value) { std::memcpy(to, &va
 template <class T> inline void store_lanes(T* to, wide<T> value, int lanes_left) {
     for (int i = lanes_left < 0 ? 0 : lanes_left; i < width<T>(); ++i) value[i] = T(0);
     store<T>(to, value);
+}
+
+template <int K> using Constant = std::integral_constant<int, K>;
+
+// Calls f(size, begin) for pieces of `count`, each of the largest size that fits. Sizes are known to the compiler.
+template <int SIZE, int... SMALLER, class F> inline void in_pieces(int count, F f, int begin = 0) {
+    for (; begin + SIZE <= count; begin += SIZE) f(Constant<SIZE>{}, begin);
+    if constexpr (sizeof...(SMALLER) > 0) in_pieces<SMALLER...>(count, f, begin);
 }
 
 // A tree of additions, of which few depend on each other.

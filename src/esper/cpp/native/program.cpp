@@ -335,10 +335,5 @@ int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, co
 const char* esper_operations() { return ESPER_OPERATIONS(X); }
 #undef X
 
-// Numbers of scratch that an instruction of convolution.h needs.
-int64_t esper_scratch(const int32_t* n, int64_t product) {
-    return product ? esper::product_scratch(esper::product_of(n)) : esper::convolution_scratch(esper::shape_of(n));
-}
-
 int64_t esper_instruction_bytes() { return sizeof(esper::Instruction); }
 }

@@ -12,7 +12,7 @@ from esper.kasmina.parameters.layout import Template
 # rules register themselves
 from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
 from esper.tolaria.executors.native.lowering import Constants, Lowering, Weight, run_graph
-from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload, cached_library
+from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 
@@ -69,7 +69,7 @@ def by_instructions(
         NoRuleError: something has no rule.
     """
     floats = x.is_floating_point()
-    low = Lowering(Assembler(training), training, Constants(_CONSTANTS), cached_library().scratch)
+    low = Lowering(Assembler(training), training, Constants(_CONSTANTS))
     if training:
         low.emit(Operation.CLEAR, Place(_GRADS, 0, len(row)))
     h = low.make(*x.shape[1:])

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from esper.tolaria.executors.native.lowering import ADDED, RULES, Lowering, Value, Weight, rule
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.program import Operation, Rows
 from esper.tolaria.executors.native.rules import combine, reshaped
 from esper.tolaria.executors.native.trace import aten
 
 
 class Geometry(NamedTuple):
-    """Sizes of a convolution, in the order of `Shape` in convolution.h."""
+    """Sizes of a convolution, in the order of `Shape` in convolution.h; positions of a linear layer are rows."""
 
     inputs: int
     outputs: int
@@ -20,14 +20,46 @@ class Geometry(NamedTuple):
     width: int
     out_height: int
     out_width: int
-    kernel_h: int
-    kernel_w: int
-    stride_h: int
-    stride_w: int
-    pad_top: int
-    pad_left: int
-    dilation_h: int
-    dilation_w: int
+    kernel_h: int = 1
+    kernel_w: int = 1
+    stride_h: int = 1
+    stride_w: int = 1
+    pad_top: int = 0
+    pad_left: int = 0
+    dilation_h: int = 1
+    dilation_w: int = 1
+
+
+def _convolve(low: Lowering, x: Value, w: Weight, b: Weight | None, y: Value, sizes: Geometry, *, back: bool = False,
+              linear: bool = False) -> Value:  # fmt: skip
+    """Fill `y`, and register its backward pass.
+
+    `back`: as the gradient of the input of a convolution of these sizes. `linear`: channels follow each other.
+    """
+
+    def emit(back: bool, x: Rows, b: Weight | None, y: Rows) -> None:
+        operands = (x, w.place, y) if back else (x, w.place, None if b is None else b.place, y)
+        operation = Operation.CONVOLVE_INPUT_GRAD if back else Operation.CONVOLVE
+        low.emit(operation, *operands, sizes=sizes, flag=linear)
+
+    emit(back, x.rows, b, y.rows)
+
+    def backward(g: Rows) -> None:
+        if low.trains(w, b):
+            # a frozen weight with a trained bias: the gradient of the weight goes where nobody reads it
+            place, operands = low.grad_of(w) or low.a.numbers(w.size), (g, x.rows) if back else (x.rows, g)
+            low.emit(Operation.CONVOLVE_WEIGHT_GRAD, *operands, place, low.grad_of(b), sizes=sizes, flag=linear)
+        low.into(x, lambda grad: emit(not back, g, None, grad))
+
+    return low.result(y, backward, x, w, b)
+
+
+def _images(low: Lowering, x: Any) -> Value:
+    x = low.leading(x)
+    if len(x.features) != 3:
+        raise low.refuse(f"images of shape {x.features}")
+    found: Value = x
+    return found
 
 
 def _pair(x: int | Sequence[int]) -> tuple[int, int]:
@@ -48,9 +80,7 @@ def _padding(padding: Any, reach: tuple[int, int]) -> tuple[tuple[int, int], tup
 def conv2d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
            groups: int = 1) -> Value:  # fmt: skip
     """[B, C, H, W]."""
-    x = low.leading(x)
-    if len(x.features) != 3:
-        raise low.refuse(f"images of shape {x.features}")
+    x = _images(low, x)
     channels, height, width = x.features
     outputs, _, kernel_h, kernel_w = weight.shape
     w = low.weight(weight, outputs, channels // groups, kernel_h, kernel_w)
@@ -60,23 +90,7 @@ def conv2d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = 1
     before, padded = _padding(padding, reach)
     out = (height + padded[0] - reach[0] - 1) // sh + 1, (width + padded[1] - reach[1] - 1) // sw + 1
     sizes = Geometry(channels, outputs, groups, height, width, *out, kernel_h, kernel_w, sh, sw, *before, dh, dw)
-    y, scratch = low.make(outputs, *out), low.a.scratch(low.scratch(sizes, False))
-    low.emit(Operation.CONVOLVE, x.rows, w.place, None if b is None else b.place, y.rows, scratch, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        _weight_grad(low, Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, (w, b), sizes, scratch)
-        low.into(x, lambda grad: low.emit(Operation.CONVOLVE_INPUT_GRAD, g, w.place, grad, scratch, sizes=sizes))
-
-    return low.result(y, backward, x, w, b)
-
-
-def _weight_grad(low: Lowering, operation: Operation, x: Rows, g: Rows, weights: tuple[Weight, Weight | None],
-                 sizes: tuple[int, ...], scratch: Place) -> None:  # fmt: skip
-    if low.trains(*weights):
-        w, b = weights
-        # a frozen weight with a trained bias: the gradient of the weight goes where nobody reads it
-        place = low.grad_of(w) or low.a.numbers(w.size)
-        low.emit(operation, x, g, place, low.grad_of(b), scratch, sizes=sizes)
+    return _convolve(low, x, w, b, low.make(outputs, *out), sizes)
 
 
 @rule("conv1d.default", "conv1d.padding")
@@ -97,31 +111,18 @@ def conv1d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = (
 def conv_transpose2d(low: Lowering, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
                      output_padding: Any = 0, groups: int = 1, dilation: Any = 1) -> Value:  # fmt: skip
     """[B, C, H, W]: the gradient of the input of a convolution that goes the other way."""
-    x = low.leading(x)
-    if len(x.features) != 3:
-        raise low.refuse(f"images of shape {x.features}")
+    x = _images(low, x)
     channels, height, width = x.features
     _, per_group, kernel_h, kernel_w = weight.shape
-    w = low.weight(weight, channels, per_group, kernel_h, kernel_w)
+    w, outputs = low.weight(weight, channels, per_group, kernel_h, kernel_w), per_group * groups
     (sh, sw), (ph, pw), (eh, ew), (dh, dw) = (_pair(n) for n in (stride, padding, output_padding, dilation))
     out = (
         (height - 1) * sh - 2 * ph + dh * (kernel_h - 1) + eh + 1,
         (width - 1) * sw - 2 * pw + dw * (kernel_w - 1) + ew + 1,
     )
-    sizes = Geometry(
-        per_group * groups, channels, groups, *out, height, width, kernel_h, kernel_w, sh, sw, ph, pw, dh, dw
-    )
-    y, scratch = low.make(per_group * groups, *out), low.a.scratch(low.scratch(sizes, False))
-    low.emit(Operation.CONVOLVE_INPUT_GRAD, x.rows, w.place, y.rows, scratch, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        _weight_grad(low, Operation.CONVOLVE_WEIGHT_GRAD, g, x.rows, (w, None), sizes, scratch)
-        low.into(x, lambda grad: low.emit(Operation.CONVOLVE, g, w.place, None, grad, scratch, sizes=sizes))
-
-    found = low.result(y, backward, x, w)
-    if bias is None:
-        return found
-    return combine(low, found, reshaped(low, low.weight(bias, per_group * groups), (per_group * groups, 1, 1)), ADDED)
+    sizes = Geometry(outputs, channels, groups, *out, height, width, kernel_h, kernel_w, sh, sw, ph, pw, dh, dw)
+    y = _convolve(low, x, w, None, low.make(outputs, *out), sizes, back=True)
+    return y if bias is None else combine(low, y, reshaped(low, low.weight(bias, outputs), (outputs, 1, 1)), ADDED)
 
 
 @rule("linear.default")
@@ -131,18 +132,16 @@ def linear(low: Lowering, x: Any, weight: Any, bias: Any = None) -> Value:
     if isinstance(weight, Value):  # computed in the forward pass
         y = RULES[aten.matmul.default](low, x, RULES[aten.t.default](low, weight))
         return y if bias is None else combine(low, y, bias, ADDED)
-    outputs, inputs = weight.shape
-    if x.axis == len(x.shape) - 1:
-        raise low.refuse("features of examples that lie along the last axis")
-    w = low.weight(weight, outputs, inputs)
-    b = None if bias is None else low.weight(bias, outputs)
-    sizes = (x.size // inputs, inputs, outputs)
-    y = Value(low.rows(sizes[0] * outputs), (*x.shape[:-1], outputs), x.axis, x.outer)
-    scratch = low.a.scratch(low.scratch(sizes, True))
-    low.emit(Operation.MULTIPLY, x.rows, w.place, None if b is None else b.place, y.rows, scratch, sizes=sizes)
+    return by_weight(low, x, weight, bias, transposed=True)
 
-    def backward(g: Rows) -> None:
-        _weight_grad(low, Operation.MULTIPLY_WEIGHT_GRAD, x.rows, g, (w, b), sizes, scratch)
-        low.into(x, lambda grad: low.emit(Operation.MULTIPLY_INPUT_GRAD, g, w.place, grad, scratch, sizes=sizes))
 
-    return low.result(y, backward, x, w, b)
+def by_weight(low: Lowering, x: Value, weight: Any, bias: Any = None, *, transposed: bool = False) -> Value:
+    """X W with W [I, O], or (`transposed`) x W^T with W [O, I]."""
+    outputs, inputs = weight.shape if transposed else reversed(weight.shape)
+    if x.axis == len(x.shape) - 1 or x.shape[-1] != inputs:
+        raise low.refuse(f"a product of {x.shape} and weights {tuple(weight.shape)}")
+    positions = x.size // inputs
+    w, b = low.weight(weight, *weight.shape), None if bias is None else low.weight(bias, outputs)
+    y = Value(low.rows(positions * outputs), (*x.shape[:-1], outputs), x.axis, x.outer)
+    sizes = Geometry(*((inputs, outputs) if transposed else (outputs, inputs)), 1, positions, 1, positions, 1)
+    return _convolve(low, x, w, b, y, sizes, back=not transposed, linear=True)

@@ -82,6 +82,11 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
+class Mask(Value):
+    """A value that PyTorch sees as true or false: 1 or 0."""
+
+
+@dataclass(frozen=True, eq=False)
 class Weight:
     """Numbers of a row of parameters or buffers, consecutive and in row-major order of `shape`.
 
@@ -99,12 +104,10 @@ class Weight:
 
     def part(self, offset: int, shape: Dims) -> "Weight":
         """Numbers from `offset` on."""
-        size = math.prod(shape)
-
-        def of(place: Place) -> Place:
-            return Place(place.space, place.offset + offset, size)
-
-        return Weight(of(self.place), shape, None if self.grad is None else of(self.grad))
+        size, places = math.prod(shape), (self.place, self.grad)
+        place, grad = (p and Place(p.space, p.offset + offset, size) for p in places)
+        assert place is not None
+        return Weight(place, shape, grad)
 
 
 Backward = Callable[[Rows], None]
@@ -178,14 +181,12 @@ class Lowering:
 
     Attributes:
         trainable: a backward pass will follow. constants: numbers that all hosts share, and their space.
-        scratch: how many numbers of scratch instructions of convolution.h need.
         slot: the number of whose random numbers masks of dropout are made (`Draws`). masks: slot of each mask so far.
     """
 
     a: Assembler
     trainable: bool
     constants: "Constants"
-    scratch: Callable[[tuple[int, ...], bool], int]
     slot: int = 0
     masks: list[int] = field(default_factory=list)
     needs: bool = True

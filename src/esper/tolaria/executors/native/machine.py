@@ -63,21 +63,8 @@ class Library:
         self._run.restype = ctypes.c_int64
         structs = (HostsStruct, ExamplesStruct, MemoryStruct)
         self._run.argtypes = [ctypes.POINTER(struct) for struct in structs]
-        self._scratch = library.esper_scratch
-        self._scratch.restype = ctypes.c_int64
-        self.scratch = lru_cache(4096)(self._needed)
 
-    def _needed(self, sizes: tuple[int, ...], product: bool) -> int:
-        """Numbers of scratch that an instruction of convolution.h with these sizes needs."""
-        return int(self._scratch((ctypes.c_int32 * len(sizes))(*sizes), ctypes.c_int64(product)))
-
-    def run(
-        self,
-        program: np.ndarray,
-        hosts: HostsStruct,
-        examples: ExamplesStruct,
-        memory: MemoryStruct,
-    ) -> None:
+    def run(self, program: np.ndarray, hosts: HostsStruct, examples: ExamplesStruct, memory: MemoryStruct) -> None:
         """Run hosts that no other thread has taken, without the interpreter's lock.
 
         The caller keeps alive what the structures point to: contiguous arrays of the library's dtype, or int64.
@@ -167,18 +154,8 @@ class Examples:
         sizes = len(self.images), self.images[0].numel(), self.count, self.batch, self.padded
         per_label = self.labels.dim() - (2 if self.own_labels else 1)
         each = math.prod(self.labels.shape[self.labels.dim() - per_label :])
-        return ExamplesStruct(
-            *pointers,
-            *sizes,
-            channels,
-            height,
-            width,
-            self.border,
-            self.own_labels,
-            each,
-            self.first,
-            keys_each=self.keys_each,
-        )
+        image = channels, height, width, self.border
+        return ExamplesStruct(*pointers, *sizes, *image, self.own_labels, each, self.first, keys_each=self.keys_each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,14 +339,8 @@ class Machine:
         arrays = work.code, work.first, work.count, work.chunk, spaces.begin, spaces.size, work.turn, taken
         assert all(array.flags.c_contiguous for array in arrays)
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
-        memories = [
-            m.struct(
-                work.programs,
-                examples.batch,
-                *((examples.numbers, examples.labels_each) if examples.images else (0, 0)),
-            )
-            for m in self._memory
-        ]
+        gathered = (examples.numbers, examples.labels_each) if examples.images else (0, 0)
+        memories = [m.struct(work.programs, examples.batch, *gathered) for m in self._memory]
 
         def run(memory: MemoryStruct) -> None:
             self._library.run(work.code, hosts, examples, memory)

@@ -235,7 +235,7 @@ class Networks:
 
     def _lowering(self, *, trainable: bool) -> Lowering:
         slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
-        return Lowering(Assembler(trainable), trainable, self.constants, cached_library().scratch, slot)
+        return Lowering(Assembler(trainable), trainable, self.constants, slot)
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""

@@ -35,7 +35,7 @@ INSTRUCTION: Final = np.dtype(
 Operation = IntEnum(
     "Operation",
     # of convolution.h, layers.h, sequences.h, tensors.h and optimizers.h
-    "CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD MULTIPLY MULTIPLY_INPUT_GRAD MULTIPLY_WEIGHT_GRAD "
+    "CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD "
     "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED BATCH_NORM_FIXED_BACKWARD GROUP_NORM GROUP_NORM_BACKWARD "
     "ACTIVATE ACTIVATE_BACKWARD PRELU PRELU_BACKWARD SOFTMAX SOFTMAX_BACKWARD REDUCE REDUCE_BACKWARD "
     "MAX_POOL MAX_POOL_BACKWARD AVERAGE_POOL AVERAGE_POOL_BACKWARD RESIZE RESIZE_BACKWARD "
@@ -90,11 +90,8 @@ class Program:
     def products(self) -> int:
         """Multiplications of numbers of one example in convolutions and linear layers."""
         n, operation = self.code["size"].astype(np.int64), self.code["operation"]
-        convolved = n[:, 0] * n[:, 1] // np.maximum(n[:, 2], 1) * n[:, 5:9].prod(axis=1)
-        linear = n[:, :3].prod(axis=1)
-        convolves = operation <= Operation.CONVOLVE_WEIGHT_GRAD
-        multiplies = ~convolves & (operation <= Operation.MULTIPLY_WEIGHT_GRAD)
-        return int(convolved[convolves].sum() + linear[multiplies].sum())
+        products = n[:, 0] * n[:, 1] // np.maximum(n[:, 2], 1) * n[:, 5:9].prod(axis=1)
+        return int(products[operation <= Operation.CONVOLVE_WEIGHT_GRAD].sum())
 
     @cached_property
     def moved(self) -> int:

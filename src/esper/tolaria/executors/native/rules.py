@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from esper.tolaria.executors.native.lowering import (
     ADDED,
@@ -15,6 +15,7 @@ from esper.tolaria.executors.native.lowering import (
     SUBTRACTED,
     Dims,
     Lowering,
+    Mask,
     Value,
     Weight,
     loop,
@@ -50,15 +51,15 @@ def reshaped(low: Lowering, x: Value | Weight, shape: Dims) -> Value | Weight:
     raise low.refuse(f"a reshape from {x.shape} to {shape} that cuts the axis of the examples")
 
 
-def _sizes(x: Value | Weight | Tensor, shape: Sequence[int]) -> Dims:
-    """A shape in which -1 stands for the rest."""
+def _sizes(count: int, shape: Sequence[int]) -> Dims:
+    """A shape of `count` numbers in which -1 stands for the rest."""
     known = -math.prod(shape) if -1 in shape else 0
-    return tuple(math.prod(x.shape) // known if size == -1 else int(size) for size in shape)
+    return tuple(count // known if size == -1 else int(size) for size in shape)
 
 
 @rule("view.default", "reshape.default", "_unsafe_view.default", "view_copy.default")
 def view(low: Lowering, x: Any, shape: Sequence[int]) -> Any:
-    return reshaped(low, x, _sizes(x, shape))
+    return reshaped(low, x, _sizes(math.prod(x.shape), shape))
 
 
 @rule("flatten.using_ints")
@@ -70,9 +71,7 @@ def flatten(low: Lowering, x: Any, start: int = 0, end: int = -1) -> Any:
 @rule("unflatten.int")
 def unflatten(low: Lowering, x: Any, dim: int, sizes: Sequence[int]) -> Any:
     dim = dim % len(x.shape)
-    rest = -math.prod(sizes)
-    own = tuple(x.shape[dim] // rest if size == -1 else size for size in sizes)
-    return reshaped(low, x, (*x.shape[:dim], *own, *x.shape[dim + 1 :]))
+    return reshaped(low, x, (*x.shape[:dim], *_sizes(x.shape[dim], sizes), *x.shape[dim + 1 :]))
 
 
 @rule("unsqueeze.default")
@@ -94,21 +93,20 @@ def squeeze(low: Lowering, x: Any, dims: int | Sequence[int] | None = None) -> A
     return reshaped(low, x, shape)
 
 
+def _from(rows: Rows, begin: int) -> Rows:
+    return Rows(rows.first + begin, rows.size - begin)
+
+
 def rearranged(low: Lowering, x: Value, y: Value, of_x: Sequence[int], of_y: Sequence[int], dims: Dims, first: int = 0,
                into: int = 0) -> Value:  # fmt: skip
     """A copy of the rows of `x` at strides `of_x` from row `first` on, to `y`; the backward pass copies them back."""
-    whole = math.prod(dims) == x.size
-
-    def part(rows: Rows, begin: int) -> Rows:
-        return Rows(rows.first + begin, rows.size - begin)
-
-    low.emit(Operation.COPY, part(x.rows, first), part(y.rows, into), sizes=loop(dims, of_y, of_x))
+    low.emit(Operation.COPY, _from(x.rows, first), _from(y.rows, into), sizes=loop(dims, of_y, of_x))
 
     def backward(g: Rows) -> None:
         def write(grad: Rows) -> None:
-            if not whole:
+            if math.prod(dims) != x.size:
                 low.emit(Operation.FILL, grad, sizes=(x.size,), numbers=(0.0,))
-            low.emit(Operation.COPY, part(g, into), part(grad, first), sizes=loop(dims, of_x, of_y))
+            low.emit(Operation.COPY, _from(g, into), _from(grad, first), sizes=loop(dims, of_x, of_y))
 
         low.into(x, write)
 
@@ -141,10 +139,6 @@ def matrix_transpose(low: Lowering, x: Any) -> Value:
     return x if len(x.shape) < 2 else transpose(low, x, -1, -2)
 
 
-def _is_examples(x: Value, dim: int) -> bool:
-    return x.axis == dim
-
-
 @rule("slice.Tensor")
 def slice_(low: Lowering, x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     dim = dim % len(x.shape)
@@ -156,7 +150,7 @@ def slice_(low: Lowering, x: Any, dim: int = 0, start: int | None = None, end: i
     if isinstance(x, Weight) and step == 1 and math.prod(x.shape[:dim]) == 1:
         return x.part(start * math.prod(x.shape[dim + 1 :]), shape)
     x = low.value(x)
-    if _is_examples(x, dim):
+    if x.axis == dim:
         raise low.refuse("a part of the examples")
     y = Value(low.rows(math.prod(x.dims) // x.shape[dim] * count), shape, x.axis, x.outer)
     strides = strides_of(x.dims)
@@ -217,22 +211,19 @@ def cat(low: Lowering, tensors: Sequence[Any], dim: int = 0) -> Value:
     shape = (*first.shape[:dim], sum(x.shape[dim] for x in values), *first.shape[dim + 1 :])
     y = replace(first, rows=Rows(0, 0), shape=shape, needs=False)
     y = replace(y, rows=low.rows(y.size))
-    strides, starts, start = strides_of(y.dims), [], 0
+    strides, parts, first_row = strides_of(y.dims), [], 0
     for x in values:
-        starts.append(start * math.prod(y.dims[dim + 1 :]))
-        start += x.shape[dim]
-
-    def sizes(x: Value, from_x: bool) -> tuple[int, ...]:
-        own, whole = strides_of(x.dims), [s if x.dims[d] > 1 else 0 for d, s in enumerate(strides)]
-        return loop(x.dims, own, whole) if from_x else loop(x.dims, whole, own)
-
-    for x, begin in zip(values, starts, strict=True):
-        low.emit(Operation.COPY, x.rows, Rows(y.rows.first + begin, y.size - begin), sizes=sizes(x, False))
+        whole = [stride if size > 1 else 0 for stride, size in zip(strides, x.dims, strict=True)]
+        parts.append((x, first_row, strides_of(x.dims), whole))
+        low.emit(Operation.COPY, x.rows, _from(y.rows, first_row), sizes=loop(x.dims, whole, strides_of(x.dims)))
+        first_row += x.shape[dim] * math.prod(y.dims[dim + 1 :])
 
     def backward(g: Rows) -> None:
-        for x, begin in zip(values, starts, strict=True):
-            part = Rows(g.first + begin, g.size - begin)
-            low.into(x, lambda grad, x=x, part=part: low.emit(Operation.COPY, part, grad, sizes=sizes(x, True)))
+        for x, begin, own, whole in parts:
+            if x.needs:
+                grad = low.rows(x.size)
+                low.emit(Operation.COPY, _from(g, begin), grad, sizes=loop(x.dims, own, whole))
+                low.give(x, grad)
 
     return low.result(y, backward, *values)
 
@@ -242,6 +233,13 @@ def stack(low: Lowering, tensors: Sequence[Any], dim: int = 0) -> Value:
     return cat(low, [unsqueeze(low, low.value(x), dim) for x in tensors], dim)
 
 
+def padded(low: Lowering, x: Value, count: int) -> Value:
+    """With so many axes, the new ones of size 1 in front."""
+    more = count - len(x.shape)
+    axis = None if x.axis is None else x.axis + more
+    return low.view(x, (*(1,) * more, *x.shape), axis, x.outer) if more else x
+
+
 def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
     """A value that is the same for all examples, with the axis of the examples of one that is not."""
     like = next((o for o in others if isinstance(o, Value) and o.axis is not None), None)
@@ -249,8 +247,7 @@ def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
         return x
     assert like.axis is not None
     if x.shape[like.axis] == 1:
-        shape = (*x.shape[: like.axis], BATCH, *x.shape[like.axis + 1 :])
-        return low.view(x, shape, like.axis)
+        return low.view(x, (*x.shape[: like.axis], BATCH, *x.shape[like.axis + 1 :]), like.axis)
     if x.shape[like.axis] == BATCH:
         raise low.refuse("a tensor with an entry for each example of a batch")
     return x
@@ -259,16 +256,11 @@ def batched(low: Lowering, x: Value, others: Sequence[Any]) -> Value:
 @rule("expand.default")
 def expand(low: Lowering, x: Any, shape: Sequence[int], implicit: bool = False) -> Value:
     x = low.value(x)
-    more = len(shape) - len(x.shape)
-    padded = (*(1,) * more, *x.shape)
-    full = tuple(old if new == -1 else int(new) for old, new in zip(padded, shape, strict=True))
+    base = padded(low, x, len(shape))
+    full = tuple(old if new == -1 else int(new) for old, new in zip(base.shape, shape, strict=True))
     if x.axis is None:
         # whether an axis of BATCH is that of the examples shows where it is combined with them; sizes of 1 broadcast
-        if BATCH in [new for old, new in zip(padded, full, strict=True) if old != new]:
-            full = tuple(1 if old != new and new == BATCH else new for old, new in zip(padded, full, strict=True))
-        base = low.view(x, padded, None)
-    else:
-        base = low.view(x, padded, x.axis + more, x.outer)
+        full = tuple(1 if old != new == BATCH else new for old, new in zip(base.shape, full, strict=True))
     y = replace(base, rows=Rows(0, 0), shape=full, needs=False)
     if y.dims == base.dims:
         return replace(base, shape=full) if not base.needs else low.view(base, full, base.axis, base.outer)
@@ -305,24 +297,19 @@ def to(low: Lowering, x: Any, *arguments: Any, **options: Any) -> Any:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def broadcast(low: Lowering, a: Value, b: Value) -> tuple[Value, Value, Value]:
-    """Both with as many axes, the examples along the same one; and the shape of the result, without rows."""
-    count = max(len(a.shape), len(b.shape))
-    a, b = (
-        x if len(x.shape) == count else low.view(
-            x, (*(1,) * (count - len(x.shape)), *x.shape), None if x.axis is None else x.axis + count - len(x.shape),
-            x.outer,
-        )
-        for x in (a, b)
-    )  # fmt: skip
-    if a.axis is not None and b.axis is not None and (a.axis, a.outer, a.shape[a.axis]) != (
-        b.axis, b.outer, b.shape[b.axis]
-    ):  # fmt: skip
+def broadcast(low: Lowering, *values: Value, shape: Sequence[int] = ()) -> tuple[Value, ...]:
+    """All with as many axes, the examples along the same one; and the shape that they have together, without rows."""
+    count = max(len(shape), *(len(x.shape) for x in values))
+    values = tuple(padded(low, x, count) for x in values)
+    if len({(x.axis, x.outer, x.shape[x.axis]) for x in values if x.axis is not None}) > 1:
         raise low.refuse("tensors whose examples lie along other axes")
-    a, b = batched(low, a, [b]), batched(low, b, [a])
-    shape = tuple(max(m, n) for m, n in zip(a.shape, b.shape, strict=True))
-    like = a if a.axis is not None else b
-    return a, b, replace(like, rows=Rows(0, 0), shape=shape, needs=False)
+    values = tuple(batched(low, x, values) for x in values)
+    like = next((x for x in values if x.axis is not None), values[0])
+    if any(x.axis != like.axis for x in values):
+        raise low.refuse("a tensor with an entry for each example of a batch")
+    shapes = ((1,) * (count - len(shape)) + tuple(shape), *(x.shape for x in values))
+    full = tuple(max(sizes) for sizes in zip(*shapes, strict=True))  # merged axes may have several times BATCH
+    return *values, Value(Rows(0, 0), full, like.axis, like.outer)
 
 
 def _broadcast_strides(x: Value, dims: Dims) -> list[int]:
@@ -356,6 +343,8 @@ def _reduce_to(low: Lowering, x: Value, g: Rows, dims: Dims, times: Value | None
 
 def combine(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) -> Value:
     """Elementwise, with broadcasting."""
+    if isinstance(a, Mask) and isinstance(b, Mask) and kind != MULTIPLIED:
+        raise low.refuse("a sum of truth values")
     a, b, like = broadcast(low, low.value(a), low.value(b))
     dims = like.dims
     y = replace(like, rows=low.rows(math.prod(dims)))
@@ -398,7 +387,7 @@ def affine(low: Lowering, x: Value, factor: float, shift: float) -> Value:
     return low.result(y, backward, x)
 
 
-def _arithmetic(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) -> Value:
+def _arithmetic(low: Lowering, a: Any, b: Any, *, kind: int, alpha: float = 1) -> Value:
     first, second = low.number(a), low.number(b)
     if isinstance(a, Value | Weight) and second is not None:
         if kind in (ADDED, SUBTRACTED):
@@ -408,32 +397,18 @@ def _arithmetic(low: Lowering, a: Any, b: Any, kind: int, alpha: float = 1.0) ->
         if kind == MULTIPLIED:
             return affine(low, low.value(b), first, NOTHING)
         return affine(low, low.value(b), alpha if kind == ADDED else -alpha, first)
-    return combine(low, a, b, kind, alpha)
+    return combine(low, a, b, kind, float(alpha))
 
 
-@rule("add.Tensor", "add.Scalar", "add_.Tensor", "add_.Scalar")
-def add(low: Lowering, a: Any, b: Any, alpha: float = 1) -> Value:
-    return _arithmetic(low, a, b, ADDED, float(alpha))
-
-
-@rule("sub.Tensor", "sub.Scalar", "sub_.Tensor", "sub_.Scalar", "subtract.Tensor")
-def sub(low: Lowering, a: Any, b: Any, alpha: float = 1) -> Value:
-    return _arithmetic(low, a, b, SUBTRACTED, float(alpha))
+add, sub, mul, div = (partial(_arithmetic, kind=kind) for kind in (ADDED, SUBTRACTED, MULTIPLIED, DIVIDED))
+for _rule, _name, _more in ((add, "add", ()), (sub, "sub", ("subtract.Tensor",)), (mul, "mul", ("multiply.Tensor",)),
+                            (div, "div", ("divide.Tensor",))):  # fmt: skip
+    rule(f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}_.Tensor", f"{_name}_.Scalar", *_more)(_rule)
 
 
 @rule("rsub.Scalar", "rsub.Tensor")
 def rsub(low: Lowering, a: Any, b: Any, alpha: float = 1) -> Value:
-    return _arithmetic(low, b, a, SUBTRACTED, float(alpha))
-
-
-@rule("mul.Tensor", "mul.Scalar", "mul_.Tensor", "mul_.Scalar", "multiply.Tensor")
-def mul(low: Lowering, a: Any, b: Any) -> Value:
-    return _arithmetic(low, a, b, MULTIPLIED)
-
-
-@rule("div.Tensor", "div.Scalar", "div_.Tensor", "div_.Scalar", "divide.Tensor")
-def div(low: Lowering, a: Any, b: Any) -> Value:
-    return _arithmetic(low, a, b, DIVIDED)
+    return sub(low, b, a, alpha=alpha)
 
 
 @rule("neg.default")
@@ -444,9 +419,12 @@ def neg(low: Lowering, x: Any) -> Value:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-def total(low: Lowering, x: Any, dim: int | Sequence[int] | None, keepdim: bool, *, mean: bool) -> Value:
+def total(low: Lowering, x: Any, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, mean: bool,
+          dtype: torch.dtype | None = None) -> Value:  # fmt: skip
     """The sum or mean over some axes."""
     x = low.value(x)
+    if dtype not in (None, torch.float32):
+        raise low.refuse(f"a conversion to {dtype}")
     every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     gone = {d % len(x.shape) for d in every}
     if x.axis in gone:
@@ -478,11 +456,5 @@ def total(low: Lowering, x: Any, dim: int | Sequence[int] | None, keepdim: bool,
     return low.view(found, shape, axis, x.outer)
 
 
-@rule("sum.dim_IntList", "sum.default")
-def sum_(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
-    return total(low, x, dim, keepdim, mean=False)
-
-
-@rule("mean.dim", "mean.default")
-def mean(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
-    return total(low, x, dim, keepdim, mean=True)
+rule("sum.dim_IntList", "sum.default")(partial(total, mean=False))
+rule("mean.dim", "mean.default")(partial(total, mean=True))

@@ -3,7 +3,8 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -12,15 +13,17 @@ from torch import Tensor, fx
 
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
-from esper.tolaria.executors.native.convolutions import linear
+from esper.tolaria.executors.native.convolutions import by_weight, linear
 from esper.tolaria.executors.native.layers import softmax
-from esper.tolaria.executors.native.lowering import Dims, Lowering, Value, Weight, rule, rule_of
+from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     add,
     batched,
+    broadcast,
     expand,
     mul,
+    padded,
     permute,
     reshaped,
     squeeze,
@@ -28,7 +31,7 @@ from esper.tolaria.executors.native.rules import (
     transpose,
     unsqueeze,
 )
-from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, part
+from esper.tolaria.executors.native.trace import FUSIONS, aten, part
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
@@ -136,8 +139,8 @@ def _written_out(low: Lowering, q: Value, k: Value, v: Value, mask: Any, causal:
         scores = add(low, scores, mask)
     weights = softmax(low, scores, -1)
     if mask is not None:  # a query without keys gets zeros
-        seen = total(low, _compared(low, scores, -math.inf, 1), -1, True, mean=False)
-        weights = _select(low, _compared(low, seen, 0.0, 0), 0.0, weights)
+        seen = total(low, _compare(low, scores, -math.inf, 1), -1, True, mean=False)
+        weights = _select(low, _compare(low, seen, 0.0, 0), 0.0, weights)
     return matmul(low, weights, v)
 
 
@@ -189,30 +192,11 @@ def _product_rows(low: Lowering, a: Value, b: Value, y: Value, sizes: tuple[int,
     return low.result(y, backward, a, b)
 
 
-def _by_weight(low: Lowering, x: Value, weight: Any) -> Value:
-    """X W with W [I, O]: the product that a linear layer's backward pass needs."""
-    inputs, outputs = weight.shape
-    if x.axis == len(x.shape) - 1 or x.shape[-1] != inputs:
-        raise low.refuse(f"a product of {x.shape} and {weight.shape}")
-    w = low.weight(weight, inputs, outputs)
-    sizes = (x.size // inputs, outputs, inputs)
-    y = Value(low.rows(sizes[0] * outputs), (*x.shape[:-1], outputs), x.axis, x.outer)
-    scratch = low.a.scratch(low.scratch(sizes, True))
-    low.emit(Operation.MULTIPLY_INPUT_GRAD, x.rows, w.place, y.rows, scratch, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        if low.trains(w):
-            low.emit(Operation.MULTIPLY_WEIGHT_GRAD, g, x.rows, low.grad_of(w), None, scratch, sizes=sizes)
-        low.into(x, lambda grad: low.emit(Operation.MULTIPLY, g, w.place, None, grad, scratch, sizes=sizes))
-
-    return low.result(y, backward, x, w)
-
-
 def _is_weight(x: object) -> bool:
     return isinstance(x, Weight | Tensor)
 
 
-@rule("matmul.default", "bmm.default", "mm.default", "mv.default", "dot.default")
+@rule("matmul.default", "bmm.default", "mm.default")
 def matmul(low: Lowering, a: Any, b: Any) -> Value:
     """As torch.matmul; the examples lie along rows or matrices, or along columns."""
     if len(a.shape) == 1:
@@ -222,10 +206,9 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
             return low.value(squeeze(low, linear(low, a, _shaped(low, b, (1, *b.shape))), -1))
         return low.value(squeeze(low, matmul(low, a, unsqueeze(low, b, 1)), -1))
     if _is_weight(b) and len(b.shape) == 2:
-        return _by_weight(low, low.value(a), b)
+        return by_weight(low, low.value(a), b)
     if _is_weight(a) and len(a.shape) == 2 and b.axis != len(b.shape) - 2:
-        order = [*range(len(b.shape) - 2), len(b.shape) - 1, len(b.shape) - 2]
-        return permute(low, linear(low, permute(low, b, order), a), order)
+        return transpose(low, linear(low, transpose(low, b, -1, -2), a), -1, -2)
     a, b = low.value(a), low.value(b)
     if b.axis is None and len(b.shape) == 2:
         if a.axis == len(a.shape) - 1:
@@ -233,18 +216,16 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
         y = Value(low.rows(a.size // a.dims[-1] * b.shape[1]), (*a.shape[:-1], b.shape[1]), a.axis, a.outer)
         return _product_rows(low, a, b, y, (1, a.size // a.dims[-1], b.shape[1], b.shape[0]))
     count = max(len(a.shape), len(b.shape))
-    while len(a.shape) < count:
-        a = unsqueeze(low, a, 0)
-    while len(b.shape) < count:
-        b = unsqueeze(low, b, 0)
-    a, b = batched(low, a, [b]), batched(low, b, [a])
-    lead = tuple(max(m, n) for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True))
+    a, b = padded(low, a, count), padded(low, b, count)
+    of_matrices = [x for x in (a, b) if x.axis is not None and x.axis < count - 2]
+    a, b = batched(low, a, of_matrices), batched(low, b, of_matrices)
+    lead = tuple(max(sizes) for sizes in zip(a.shape[:-2], b.shape[:-2], strict=True))
     a, b = expand(low, a, (*lead, *a.shape[-2:])), expand(low, b, (*lead, *b.shape[-2:]))
     axis = a.axis if b.axis is None else b.axis
     if axis is not None:
         of_rows, of_columns = a.axis == count - 2 and b.axis is None, b.axis == count - 1 and a.axis is None
-        of_matrices = axis < count - 2 and (a.axis, a.outer, a.shape[axis]) == (b.axis, b.outer, b.shape[axis])
-        if not (of_rows or of_columns or of_matrices):
+        alike = axis < count - 2 and (a.axis, a.outer, a.shape[axis]) == (b.axis, b.outer, b.shape[axis])
+        if not (of_rows or of_columns or alike):
             raise low.refuse(f"a product of {a.shape} and {b.shape} whose examples lie along other axes")
     if a.dims[:-2] != b.dims[:-2]:
         raise low.refuse(f"a product of {a.shape} and {b.shape}")
@@ -253,7 +234,7 @@ def matmul(low: Lowering, a: Any, b: Any) -> Value:
     return _product_rows(low, a, b, y, (math.prod(a.dims[:-2]), a.dims[-2], b.dims[-1], a.dims[-1]))
 
 
-@rule("addmm.default", "baddbmm.default", "addmv.default")
+@rule("addmm.default", "baddbmm.default")
 def addmm(low: Lowering, start: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Value:
     """The sum of beta * start and alpha * a b."""
     y = matmul(low, a, b)
@@ -280,32 +261,20 @@ def einsum(low: Lowering, equation: str, operands: Sequence[Any], path: object =
     batch = "".join(x for x in first if x in second and x in out)
     inner = "".join(x for x in first if x in second and x not in out)
     rows, columns = ("".join(x for x in term if x in out and x not in batch) for term in terms)
-    if _is_weight(b) and rows and not batch and second in (inner + columns, columns + inner):
-        a = _arranged(low, a, first, rows + inner)
-        size, outputs = math.prod(a.shape[len(rows) :]), [b.shape[second.index(x)] for x in columns]
-        x, of_rows = _shaped(low, a, (*a.shape[: len(rows)], size)), second == columns + inner
-        w = _shaped(low, b, (math.prod(outputs), size) if of_rows else (size, math.prod(outputs)))
-        y = linear(low, x, w) if of_rows else _by_weight(low, x, w)
-        return _arranged(low, _shaped(low, y, (*a.shape[: len(rows)], *outputs)), rows + columns, out)
-    a, b = _arranged(low, a, first, batch + rows + inner), _arranged(low, b, second, batch + inner + columns)
+    sizes = dict(zip(first + second, (*a.shape, *b.shape), strict=True))
+
+    def shape(*letters: str) -> Dims:
+        return tuple(math.prod(sizes[x] for x in some) for some in letters)
+
+    a = reshaped(low, _arranged(low, a, first, batch + rows + inner), shape(*batch, rows, inner))
+    if _is_weight(b) and not batch and second == columns + inner:
+        y = linear(low, a, _shaped(low, b, shape(columns, inner)))
+    else:
+        if not _is_weight(b) or batch or second != inner + columns:
+            b = _arranged(low, b, second, batch + inner + columns)
+        y = matmul(low, a, _shaped(low, b, shape(*batch, inner, columns)))
     letters = batch + rows + columns
-    ends = {(batch + rows + inner)[a.axis]: a.outer} if a.axis is not None else {}
-    if b.axis is not None:
-        letter = (batch + inner + columns)[b.axis]
-        if ends not in ({}, {letter: b.outer}) or bool(ends) != (letter in batch):
-            raise low.refuse(f"the sum {equation!r} over examples of {a.shape} and {b.shape}")
-        ends = {letter: b.outer}
-    elif ends and next(iter(ends)) in batch:
-        raise low.refuse(f"the sum {equation!r} over examples of {a.shape} and {b.shape}")
-    if ends.keys() & set(inner):
-        raise low.refuse("a sum over the examples of a batch")
-    axis, outer = next(((letters.index(x), k) for x, k in ends.items()), (None, 1))
-    shape = *a.shape[: len(batch + rows)], *b.shape[len(batch + inner) :]
-    y = Value(Rows(0, 0), shape, axis, outer)
-    y = replace(y, rows=low.rows(y.size))
-    at = len(batch), len(batch + rows)
-    sizes = math.prod(a.dims[: at[0]]), math.prod(a.dims[at[0] : at[1]]), math.prod(b.dims[len(batch + inner) :])
-    return _arranged(low, _product_rows(low, a, b, y, (*sizes, math.prod(a.dims[at[1] :]))), letters, out)
+    return _arranged(low, reshaped(low, y, shape(*letters)), letters, out)
 
 
 def _shaped(low: Lowering, x: Any, shape: Dims) -> Any:
@@ -323,18 +292,6 @@ def _arranged(low: Lowering, x: Any, given: str, wanted: str) -> Value:
     return permute(low, x, [given.index(letter) for letter in wanted])
 
 
-@rule("tensordot.default")
-def tensordot(low: Lowering, a: Any, b: Any, dims_a: Sequence[int], dims_b: Sequence[int]) -> Value:
-    """As a sum of products."""
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
-    of_a = [next(letters) for _ in a.shape]
-    of_b = [next(letters) for _ in b.shape]
-    for i, j in zip(dims_a, dims_b, strict=True):
-        of_b[j % len(of_b)] = of_a[i % len(of_a)]
-    out = [x for x in of_a if x not in of_b] + [x for x in of_b if x not in of_a]
-    return einsum(low, f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}", [a, b])
-
-
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default}
 _VIEWS = {part, aten.view.default, aten.reshape.default, aten.split_with_sizes.default, operator.getitem}
 
@@ -345,10 +302,8 @@ def _transposed_weight(node: object) -> fx.Node | None:
         return None
     found = source = node.args[0]
     assert isinstance(found, fx.Node)
-    if len(found.meta["val"].shape) != 2 or node.meta["val"].shape != found.meta["val"].shape[::-1]:
-        return None
-    order: Any = node.args[1] if node.target is aten.permute.default else node.args[1:]
-    if order and [d % 2 for d in order] in ([0, 0], [1, 1], *([[0, 1]] if node.target is aten.permute.default else [])):
+    before, after = found.meta["val"], node.meta["val"]
+    if len(before.shape) != 2 or (*after.shape, *after.stride()) != (*before.shape[::-1], *before.stride()[::-1]):
         return None
     while isinstance(source, fx.Node) and source.target in _VIEWS:
         source = source.args[0]
@@ -390,11 +345,6 @@ def cumsum(low: Lowering, x: Any, dim: int, *, dtype: torch.dtype | None = None)
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Mask(Value):
-    """A value that PyTorch sees as true or false: 1 or 0."""
-
-
 def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     """`a` where a mask is True, else `b`; one of them may be a number."""
     if not isinstance(mask, Tensor | Mask):
@@ -402,22 +352,21 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     numbers = [None if isinstance(x, Value | Weight) else low.number(x) for x in (a, b)]
     if None not in numbers:
         raise low.refuse("a choice between two numbers")
-    given = [None if number is not None else low.value(x) for x, number in zip((a, b), numbers, strict=True)]
-    shape, values = _together(low, [*given, mask if isinstance(mask, Mask) else None], mask.shape)
-    *values, rows = values
-    first = next(x for x in values if x is not None)
+    given = [low.value(x) for x, number in zip((a, b), numbers, strict=True) if number is None]
+    *given, like = broadcast(low, *given, *([mask] if isinstance(mask, Mask) else []), shape=mask.shape)
+    given = [expand(low, x, like.shape) for x in given]
     if isinstance(mask, Tensor):
-        own = mask.reshape(*(1,) * (len(shape) - len(mask.shape)), *mask.shape)
-        if first.axis is not None and own.shape[first.axis] != 1:
+        own = mask.reshape(*(1,) * (len(like.shape) - len(mask.shape)), *mask.shape)
+        if like.axis is not None and own.shape[like.axis] != 1:
             raise low.refuse("a mask with an entry for each example of a batch")
-        place: Place | Rows = low.constants.place(own.expand(first.dims).contiguous())
+        place: Place | Rows = low.constants.place(own.expand(like.dims).contiguous())
     else:
-        assert rows is not None
-        place = rows.rows
-    y, number = low.like(first), next((n for n in numbers if n is not None), 0.0)
+        place = given.pop().rows
+    y, number = replace(like, rows=low.rows(like.size)), next((n for n in numbers if n is not None), 0.0)
+    values = [None if n is not None else given.pop(0) for n in numbers]
 
     def emit(x: Rows | None, z: Rows | None, to: Rows, number: float) -> None:
-        low.emit(Operation.SELECT, place, x, z, to, sizes=(first.size,), flag=rows is not None, numbers=(number,))
+        low.emit(Operation.SELECT, place, x, z, to, sizes=(y.size,), flag=isinstance(mask, Mask), numbers=(number,))
 
     one, other = (None if x is None else x.rows for x in values)
     emit(one, other, y.rows, number)
@@ -429,29 +378,6 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
             low.into(values[1], lambda grad: emit(None, g, grad, 0.0))
 
     return low.result(y, backward, *values)
-
-
-def _together(
-    low: Lowering, values: Sequence[Value | None], shape: Sequence[int] = ()
-) -> tuple[Dims, list[Value | None]]:
-    """All values, and a constant of this shape, broadcast to one shape."""
-    full = tuple(torch.broadcast_shapes(shape, *(x.shape for x in values if x is not None)))
-    like = next((x for x in values if x is not None and x.axis is not None), None)
-    padded = None if like is None else low.view(
-        like, (*(1,) * (len(full) - len(like.shape)), *like.shape), len(full) - len(like.shape) + like.axis, like.outer  # type: ignore[operator]
-    )  # fmt: skip
-    found = [x and expand(low, x if padded is None else _with_axis(low, x, padded), full) for x in values]
-    first, *others = [x for x in found if x is not None]
-    if any((x.shape, x.axis, x.outer) != (first.shape, first.axis, first.outer) for x in others) or first.shape != full:
-        raise low.refuse("tensors whose examples lie along other axes")
-    return full, found
-
-
-def _with_axis(low: Lowering, x: Value, like: Value) -> Value:
-    """With as many axes as another value, if it is the same for all examples."""
-    while x.axis is None and len(x.shape) < len(like.shape):
-        x = unsqueeze(low, x, 0)
-    return batched(low, x, [like])
 
 
 @rule("where.self", "where.ScalarOther", "where.ScalarSelf")
@@ -469,33 +395,19 @@ def masked_fill(low: Lowering, x: Any, mask: Any, value: Any) -> Value:
     return _select(low, mask, number, low.value(x))
 
 
-_COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
-"""In the order of `Comparison` in sequences.h."""
-
-
-def _compared(low: Lowering, a: Value, b: Value | float, kind: int) -> Mask:
-    y = Mask(low.rows(a.size), a.shape, a.axis, a.outer)
-    other = b.rows if isinstance(b, Value) else None
-    low.emit(Operation.COMPARE, a.rows, other, y.rows, sizes=(a.size,), flag=kind,
-             numbers=(0.0 if isinstance(b, Value) else b,))  # fmt: skip
+def _compare(low: Lowering, a: Any, b: Any, kind: int) -> Mask:
+    """1 or 0: whether `a` is equal to, not equal to, less than, at most, greater than or at least `b`."""
+    number = low.number(b)
+    *given, like = broadcast(low, low.value(a), *([] if number is not None else [low.value(b)]))
+    first, *others = (expand(low, x, like.shape).rows for x in given)
+    y = Mask(low.rows(like.size), like.shape, like.axis, like.outer)
+    other = others[0] if others else None
+    low.emit(Operation.COMPARE, first, other, y.rows, sizes=(y.size,), flag=kind, numbers=(number or 0.0,))
     return y
 
 
-def _comparison(kind: int) -> Callable[[Lowering, Any, Any], Value]:
-    def compare(low: Lowering, a: Any, b: Any) -> Value:
-        number = low.number(b)
-        if number is not None:
-            return _compared(low, low.value(a), number, kind)
-        _, (first, second) = _together(low, [low.value(a), low.value(b)])
-        assert first is not None
-        assert second is not None
-        return _compared(low, first, second, kind)
-
-    return compare
-
-
-for _kind, _name in enumerate(_COMPARISONS):
-    rule(f"{_name}.Scalar", f"{_name}.Tensor")(_comparison(_kind))
+for _kind, _name in enumerate(("eq", "ne", "lt", "le", "gt", "ge")):
+    rule(f"{_name}.Scalar", f"{_name}.Tensor")(partial(_compare, kind=_kind))
 
 
 @rule("bitwise_not.default", "logical_not.default")
@@ -503,63 +415,39 @@ def negated(low: Lowering, x: Any) -> Value:
     """Where a mask is False."""
     if not isinstance(x, Mask):
         raise low.refuse("a mask that is no comparison")
-    return _compared(low, x, 0.0, 0)
+    return _compare(low, x, 0.0, 0)
 
 
-def _triangle(low: Lowering, x: Any, mask: Tensor) -> Value:
-    return _select(low, mask, low.value(x), 0.0)
+def _triangle(of: Callable[[Tensor, int], Tensor]) -> Callable[..., Value]:
+    def rule_of_triangle(low: Lowering, x: Any, diagonal: int = 0) -> Value:
+        return _select(low, of(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal), low.value(x), 0.0)
+
+    return rule_of_triangle
 
 
-@rule("tril.default")
-def tril(low: Lowering, x: Any, diagonal: int = 0) -> Value:
-    """The lower triangles of matrices."""
-    return _triangle(low, x, torch.ones(x.shape[-2:], dtype=torch.bool).tril(diagonal))
-
-
-@rule("triu.default")
-def triu(low: Lowering, x: Any, diagonal: int = 0) -> Value:
-    """The upper triangles of matrices."""
-    return _triangle(low, x, torch.ones(x.shape[-2:], dtype=torch.bool).triu(diagonal))
-
-
-def _filled(low: Lowering, x: Any, size: Sequence[int], number: float, dtype: torch.dtype | None) -> Value:
-    """A number everywhere, in the shape of a value or one that begins with the same examples."""
-    x = low.value(x)
-    if dtype not in (None, torch.float32) or (dtype is None and isinstance(x, Mask)):
-        raise low.refuse(f"numbers of type {dtype}")
-    same = tuple(size) == x.shape
-    if not same and not (x.leads and size and size[0] == BATCH):
-        raise low.refuse(f"a tensor of shape {tuple(size)} that is made for {x.shape}")
-    y = Value(Rows(0, 0), tuple(size), x.axis if same else 0, x.outer if same else 1)
-    y = replace(y, rows=low.rows(y.size))
-    low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(number),))
-    return y
-
-
-@rule("zeros_like.default", "new_zeros.default")
-def zeros(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
-    """Zeros in the shape of a value, or in a given one."""
-    return _filled(low, x, x.shape if size is None else size, 0.0, dtype)
-
-
-@rule("ones_like.default", "new_ones.default")
-def ones(low: Lowering, x: Any, size: Sequence[int] | None = None, *, dtype: Any = None, **_: object) -> Value:
-    """Ones in the shape of a value, or in a given one."""
-    return _filled(low, x, x.shape if size is None else size, 1.0, dtype)
+rule("tril.default")(_triangle(torch.tril))
+rule("triu.default")(_triangle(torch.triu))
 
 
 @rule("full_like.default")
 def full_like(low: Lowering, x: Any, number: float, *, dtype: Any = None, **_: object) -> Value:
     """A number in the shape of a value."""
-    return _filled(low, x, x.shape, number, dtype)
+    x = low.value(x)
+    if dtype not in (None, torch.float32) or (dtype is None and isinstance(x, Mask)):
+        raise low.refuse(f"numbers of type {dtype}")
+    y = Value(low.rows(x.size), x.shape, x.axis, x.outer)
+    low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(number),))
+    return y
+
+
+rule("zeros_like.default")(partial(full_like, number=0.0))
+rule("ones_like.default")(partial(full_like, number=1.0))
 
 
 @rule("repeat.default")
 def repeat(low: Lowering, x: Any, repeats: Sequence[int]) -> Value:
     """Copies along axes of size 1."""
-    x = low.value(x)
-    while len(x.shape) < len(repeats):
-        x = unsqueeze(low, x, 0)
+    x = padded(low, low.value(x), len(repeats))
     if any(times > 1 and size > 1 for times, size in zip(repeats, x.shape, strict=True)):
         raise low.refuse(f"a repetition of {x.shape}, {tuple(repeats)} times")
     return expand(low, x, [times * size for times, size in zip(repeats, x.shape, strict=True)])

@@ -315,6 +315,21 @@ class Lowering:
         self.masks += [self.slot] * count
         return Place(KEYS, len(self.masks) - count, count)
 
+    def gradient(self, x: Value) -> Rows:
+        """The gradient of a value that needs one so far, zero at first; the caller adds to it."""
+        old = self._grads.get(id(x))
+        if old is not None and self._users[old.first] == 1:
+            return old
+        new = self.rows(x.size)
+        if old is None:
+            self.emit(Operation.FILL, new, sizes=(x.size,), numbers=(0.0,))
+        else:
+            self._users[old.first] -= 1
+            self.emit(Operation.COPY, old, new, sizes=loop((x.size,), (1,), (1,)))
+        self._grads[id(x)] = new
+        self._users[new.first] = self._users.get(new.first, 0) + 1
+        return new
+
     def into(self, x: Value, write: Callable[[Rows], None]) -> None:
         """Let `write` fill new rows with a gradient of `x`, and add them; nothing if it needs none."""
         if x.needs:

@@ -102,13 +102,14 @@ def rearranged(low: Lowering, x: Value, y: Value, of_x: Sequence[int], of_y: Seq
     """A copy of the rows of `x` at strides `of_x` from row `first` on, to `y`; the backward pass copies them back."""
     low.emit(Operation.COPY, _from(x.rows, first), _from(y.rows, into), sizes=loop(dims, of_y, of_x))
 
-    def backward(g: Rows) -> None:
-        def write(grad: Rows) -> None:
-            if math.prod(dims) != x.size:
-                low.emit(Operation.FILL, grad, sizes=(x.size,), numbers=(0.0,))
-            low.emit(Operation.COPY, _from(g, into), _from(grad, first), sizes=loop(dims, of_x, of_y))
+    def back(g: Rows, grad: Rows, *, adds: bool) -> None:
+        low.emit(Operation.COPY, _from(g, into), _from(grad, first), sizes=loop(dims, of_x, of_y), flag=adds)
 
-        low.into(x, write)
+    def backward(g: Rows) -> None:
+        if math.prod(dims) == x.size:
+            low.into(x, lambda grad: back(g, grad, adds=False))
+        elif x.needs:  # the parts of a value add to one gradient
+            back(g, low.gradient(x), adds=True)
 
     return low.result(y, backward, x)
 

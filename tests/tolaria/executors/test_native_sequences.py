@@ -311,6 +311,8 @@ def test_sums_of_the_past_and_masks_agree_with_pytorch(name):
     [
         lambda s, x: x.cumsum(0),
         lambda s, x: x.cumsum(1, dtype=torch.float64).to(x.dtype),
+        lambda s, x: x.sum(1, dtype=torch.float64).to(x.dtype),
+        lambda s, x: ((x > 0) + (x > 1)) * x,
         lambda s, x: x.masked_fill(torch.arange(len(x))[:, None, None] > 1, 0.0),
         lambda s, x: F.dropout(x, 0.5),
     ],

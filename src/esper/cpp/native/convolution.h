@@ -180,15 +180,20 @@ void rectangle(const Sums<T>& s, const Run& y, const Run& x, const Steps& steps,
     const int per = s.stride / width<T>(), vectors = y.count * x.count * per;
     const int parts = (vectors + SPOTS - 1) / SPOTS, most = (vectors + parts - 1) / parts;
     const T* weight = s.weight + y.tap * s.weight_row + x.tap;
-    Spot spots[SPOTS];
-    for (int done = 0, count; done < vectors; done += count) {
+    const Spot right{x.source_step * s.from.column - s.stride, x.step * s.to.column - s.stride};
+    const Spot down{y.source_step * s.from.row - x.count * x.source_step * s.from.column,
+                    y.step * s.to.row - x.count * x.step * s.to.column};
+    Spot spots[SPOTS], next{y.source * s.from.row + x.source * s.from.column,
+                            y.first * s.to.row + x.first * s.to.column};
+    for (int done = 0, vector = 0, column = 0, count; done < vectors; done += count) {
         count = std::min(most, vectors - done);
         for (int k = 0; k < count; ++k) {
-            const unsigned at = unsigned(done + k) / per, lane = unsigned(done + k) % per * width<T>();
-            const int i = at / x.count, j = at % x.count;
-            spots[k].from = (y.source + i * y.source_step) * s.from.row + (x.source + j * x.source_step) * s.from.column;
-            spots[k].to = (y.first + i * y.step) * s.to.row + (x.first + j * x.step) * s.to.column;
-            spots[k].from += lane, spots[k].to += lane;
+            spots[k] = next;
+            next.from += width<T>(), next.to += width<T>();
+            if (++vector < per) continue;
+            vector = 0, next.from += right.from, next.to += right.to;
+            if (++column < x.count) continue;
+            column = 0, next.from += down.from, next.to += down.to;
         }
         blocks(s, steps, spots, count, weight, first, last);
     }

@@ -250,7 +250,7 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(whole, tm
     with interrupted_at(2, 3):
         assert train(tmp_path / "run", "tiny") == 130
     assert "executor: native (C++ compiled for this CPU)" in capfd.readouterr().out
-    monkeypatch.setattr("esper.tolaria.executors.choice._NATIVE_BYTES", 0)  # a later version has another rule
+    monkeypatch.setattr("esper.tolaria.executors.choice._NATIVE_INTENSITY", 0.0)  # a later version has another rule
     assert resume(tmp_path / "run") == 0
     assert "executor: native\n" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole["tiny"])

@@ -26,12 +26,12 @@ def surveyed(count, seed, look=differs):
 
 
 def test_random_networks_compute_what_they_compute_in_pytorch():
-    surveyed(40, 0)
+    surveyed(16, 0)
 
 
 @pytest.mark.slow
 def test_many_random_networks_train_as_streamed_ones():
-    surveyed(200, 1, both)
+    surveyed(100, 1, both)
 
 
 FOUND = {

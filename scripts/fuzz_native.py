@@ -601,8 +601,9 @@ def sanitized() -> int:
 
     compiled = {**os.environ, "CXX": "g++", "ESPER_CXXFLAGS": SANITIZED}
     # the compiler itself is slow under a sanitizer, so it runs first; the library cannot be loaded then
-    load = "from esper.tolaria.executors.native.machine import cached_library as load; load()"
-    subprocess.run([sys.executable, "-c", load], env=compiled, capture_output=True, check=False)
+    for dtype in ("float32", "float64"):
+        load = f"import torch; from {cached_library.__module__} import cached_library as load; load(torch.{dtype})"
+        subprocess.run([sys.executable, "-c", load], env=compiled, capture_output=True, check=False)
     preloaded = f"{runtime('libasan.so')} {runtime('libstdc++.so')}"
     given = {**compiled, "LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run([sys.executable, *sys.argv], env=given, check=False).returncode

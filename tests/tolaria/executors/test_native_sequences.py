@@ -494,3 +494,7 @@ class Explicit(nn.Module):
 
 def test_attention_that_is_written_out_agrees_with_pytorch():
     assert disagreement(Explicit(), features(7)) is None
+
+
+def test_a_module_that_converts_to_float32_is_compared_in_float32():
+    assert disagreement(GateNetwork(64, causal=True), torch.randn(1, 64, 64)) is None

@@ -77,7 +77,7 @@ class RunConfig:
     "streamed": one host after another. The result of a host does not depend on the other hosts, bit for bit.
     "fused":    all hosts at once in stacked modules; faster on GPUs and for small images.
     "native":   C++ compiled for this CPU at the first run; several times faster, host results independent as above.
-    "auto":     native on a CPU with a compiler if feature maps fit the cache, else chosen by image size."""
+    "auto":     native on a CPU with a compiler if the network can run so, else chosen by image size."""
     workers: int = 1
     """Maximum number of processes that share the hosts on a CPU, including this one; `config.toml` names how many were
     used. It changes results only under the fused executor, and there only by rounding."""

@@ -387,8 +387,8 @@ def test_a_pass_with_too_few_keys_does_not_run():
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     dropout(low, value, 0.5, False)
-    work, spaces = Workload.of_each([low.a.program()]), Spaces(1, KEYS + 1)
-    spaces.rows(KEYS, torch.zeros(1, 2, dtype=torch.int64))
+    work, spaces, keys = Workload.of_each([low.a.program()]), Spaces(1, KEYS + 1), torch.zeros(1, 2, dtype=torch.int64)
+    spaces.rows(KEYS, keys)
     examples = Examples(torch.zeros(50, 6), torch.zeros(50, dtype=torch.int64), None, batch=20, keys_each=1)
     with pytest.raises(IndexError, match="DROP"):
         Machine().run_batches(work, spaces, examples)

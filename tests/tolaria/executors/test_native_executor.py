@@ -168,6 +168,18 @@ def test_a_program_is_written_once_for_each_structure():
     assert cache.maxsize is not None  # a long run meets more structures than memory could hold
 
 
+def test_a_step_measures_a_part_of_the_split_and_the_end_all_of_it():
+    found = []
+    for wrap in (NativeExecutor, StreamedExecutor):
+        bench = Bench(2, measured_share=0.4)
+        bench.executor = wrap(bench.executor.data)
+        part = bench.measure()[1].loss
+        found.append((part, bench.executor.committed("val", bench.slots).loss))
+    for native, streamed in zip(*found, strict=True):
+        torch.testing.assert_close(native, streamed, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(*found[0])
+
+
 def test_a_run_repeats_itself_to_the_bit():
     assert same_tree(whole_run("native")[2], whole_run.__wrapped__("native")[2])
 

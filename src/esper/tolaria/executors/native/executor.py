@@ -54,10 +54,11 @@ _CONVERTED = 2**26
 
 
 class Stored(NamedTuple):
-    """Inputs and labels of a split: float32, or bytes with a table; int64."""
+    """Inputs and labels of a split: float32, or bytes with a table; int64. `given`: the inputs before conversion."""
 
     x: Tensor
     y: Tensor
+    given: Tensor
 
 
 @final
@@ -86,7 +87,7 @@ class NativeExecutor(NetworkExecutor):
         if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
             self._table = _values_of_bytes(inputs, example.shape[1])
         self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
-        self._stored: dict[SplitName, Stored] = {}
+        self._stored: dict[tuple[int, int], Stored] = {}
 
     def intensity(self) -> float:
         """Multiplications for each number that is read or written, in training a host without seeds."""
@@ -190,14 +191,15 @@ class NativeExecutor(NetworkExecutor):
         )
         if not known or not data.x.is_contiguous():
             return None
-        if batches.split not in self._stored:
+        key = data.x.data_ptr(), len(data)  # a step may measure a part of a split
+        if key not in self._stored:
             x, y = data.x, data.y.long().contiguous()
             if self._table is None and x.dtype is not torch.float32:
                 if x.is_floating_point() or x.numel() > _CONVERTED:
                     return None
                 x = x.float()
-            self._stored[batches.split] = Stored(x, y)
-        return self._stored[batches.split]
+            self._stored[key] = Stored(x, y, data.x)
+        return self._stored[key]
 
     def _train_on_batches(
         self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int

@@ -15,7 +15,7 @@ from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
-from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets import Dataset, RandomFunction, Split
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem
@@ -128,10 +128,11 @@ def test_a_blueprint_of_the_users_own_grows_too(own, build, reason):
     assert reason is None or re.search(reason, refused[name])
 
 
-def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
+@pytest.mark.parametrize("augmentation", [None, RandomFunction(lambda x: x)], ids=["stored", "made by PyTorch"])
+def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch(augmentation):
     images = dataset(train=1, val=VAL_BATCH + 1)
     small = {name: Split(images.split(name).x[..., :2, :2], images.split(name).y) for name in ("train", "val", "test")}
-    data = Dataset(identity={"name": "small"}, **small, num_classes=3)
+    data = Dataset(identity={"name": "small"}, **small, num_classes=3, augmentation=augmentation)
     for executor in ("streamed", "native"):
         host = CNNHost(HOST, ("r0c1",), image_size=(2, 2))
         population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
@@ -178,6 +179,15 @@ def test_a_step_measures_a_part_of_the_split_and_the_end_all_of_it():
     for native, streamed in zip(*found, strict=True):
         torch.testing.assert_close(native, streamed, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(*found[0])
+
+
+def test_examples_that_are_edited_between_passes_are_refused():
+    bench = Bench(1)
+    native = NativeExecutor(bench.executor.data)
+    native.train_epoch(1, bench.slots)
+    bench.data.train.x.mul_(0.5)
+    with pytest.raises(DataError, match="changed"):
+        native.train_epoch(2, bench.slots)
 
 
 def test_a_run_repeats_itself_to_the_bit():

@@ -119,24 +119,33 @@ template <class To, class From> inline To bits_of(From from) {
     return to;
 }
 
-// Polynomial of Cephes (Moshier).
-inline float exp_of(float x) {
-    const float highest = 88.72283f, lowest = -86.0f;
-    float bounded = x > highest ? highest : x;
-    bounded = bounded < lowest ? lowest : bounded;
+// exp(x) = 2^n (1 + rest), for x that is in bounds; the low bits of `bits` are n. Polynomial of Cephes (Moshier).
+struct Exponential {
+    uint32_t bits;
+    float rest;
+};
+
+inline Exponential exponential(float x) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    const float shifted = bounded * 1.44269504088896341f + shift, n = shifted - shift;
-    const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    const float shifted = x * 1.44269504088896341f + shift, n = shifted - shift;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    // n is in the low bits of `shifted`; 2^n is computed as two factors, because 2^128 overflows
-    const float half_power = bits_of<float>((bits_of<uint32_t>(shifted) << 23) + (126u << 23));
-    float value = p * half_power * 2.0f;
+    return {bits_of<uint32_t>(shifted), p * r * r + r};
+}
+
+inline float exp_of(float x) {
+    const float highest = 88.72283f, lowest = -86.0f;
+    float bounded = x > highest ? highest : x;
+    bounded = bounded < lowest ? lowest : bounded;
+    const Exponential parts = exponential(bounded);
+    // 2^n is computed as two factors, because 2^128 overflows
+    const float half_power = bits_of<float>((parts.bits << 23) + (126u << 23));
+    float value = (parts.rest + 1.0f) * half_power * 2.0f;
     value = x < lowest ? 0.0f : value;
     return x > highest ? std::numeric_limits<float>::infinity() : value;
 }

@@ -7,8 +7,10 @@
 // and those of the thread that runs it, so its results depend on no other host.
 
 #include "convolution.h"
-#include "layers.h"
+#include "functions.h"
+#include "normalizations.h"
 #include "optimizers.h"
+#include "pooling.h"
 #include "sequences.h"
 #include "tensors.h"
 
@@ -24,7 +26,7 @@
 //     x  numbers, or rows of lanes    X  the same; a sum over the batch, which is cleared before its first chunk
 //     m  numbers of each example      e  numbers of 8 bytes of each example      l  numbers of 8 bytes
 #define ESPER_OPERATIONS(X)                                                                                            \
-    ESPER_CONVOLUTIONS(X) ESPER_LAYERS(X) ESPER_SEQUENCES(X) ESPER_TENSORS(X)                                             \
+    ESPER_CONVOLUTIONS(X) ESPER_NORMALIZATIONS(X) ESPER_ACTIVATIONS(X) ESPER_POOLING(X) ESPER_SEQUENCES(X) ESPER_TENSORS(X)                                             \
     X(SQUARE_NORM, "xx") X(CLIP, "x") X(SGD, "xxxxxx") X(ADAMW, "xxxxxxxl")
 
 namespace esper {

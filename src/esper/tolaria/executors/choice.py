@@ -20,11 +20,12 @@ from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
 
 _NATIVE_INTENSITY = 150.0
-"""Hosts with at most this many multiplications for each number that is read or written run natively on a CPU: in wider
-ones matrix products take all of the time, and PyTorch computes those as fast."""
+"""Hosts run natively on a CPU that have at most so many multiplications for each number that is read or written. It is
+the range in which native was measured to be the faster one: where matrix products take all of the time, the kernels of
+PyTorch catch up."""
 _FUSED_BYTES_ON_CPU = 2**20
-"""Otherwise hosts with at most this many run fused there, because small operations take most of the time, as always on
-a GPU.
+"""Otherwise hosts run fused there if the largest activation of a batch has at most so many bytes, because small
+operations take most of the time then, as they always do on a GPU.
 
 The choice is by rule and not by timing: executors differ by rounding, so the load of the machine would change results.
 """

@@ -10,7 +10,7 @@ from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.layout import Template
 
 # rules register themselves
-from esper.tolaria.executors.native import convolutions, layers, rules, sequences  # noqa: F401
+from esper.tolaria.executors.native import convolutions, functions, normalizations, pooling, rules, sequences  # noqa: F401
 from esper.tolaria.executors.native.lowering import Constants, Lowering, Weight, run_graph
 from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows

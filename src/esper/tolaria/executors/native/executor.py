@@ -186,6 +186,7 @@ class NativeExecutor(NetworkExecutor):
     def _as_stored(self, batches: SharedBatchIterator) -> Stored | None:
         """The examples of a split as C++ reads them; None where PyTorch makes the batches."""
         data, dataset = batches.data, self.data.dataset
+        data.require_unchanged()  # integers are stored as floats
         known = type(dataset.augmentation) in (type(None), CropAndFlip) and (dataset.inputs is None) == (
             self._table is None
         )

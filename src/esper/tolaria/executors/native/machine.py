@@ -321,8 +321,13 @@ class Machine:
     def run(self, work: Workload, spaces: Spaces, batch: Batch) -> None:
         """Execute each host's program once, on a batch that lies in its spaces already.
 
-        Working memory is added here. Raises IndexError where an instruction does not fit its memory.
+        Working memory is added here.
+
+        Raises:
+            IndexError: an instruction does not fit its memory.
+            ValueError: see `Workload.check_batch`.
         """
+        work.check_batch(batch.batch)
         self._run(work, spaces, ExamplesStruct(**vars(batch)))
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:

@@ -34,7 +34,7 @@ INSTRUCTION: Final = np.dtype(
 
 Operation = IntEnum(
     "Operation",
-    # of convolution.h, layers.h, sequences.h, tensors.h and optimizers.h
+    # of convolution.h, normalizations.h, functions.h, pooling.h, sequences.h, tensors.h and optimizers.h
     "CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD "
     "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED BATCH_NORM_FIXED_BACKWARD GROUP_NORM GROUP_NORM_BACKWARD "
     "ACTIVATE ACTIVATE_BACKWARD PRELU PRELU_BACKWARD SOFTMAX SOFTMAX_BACKWARD REDUCE REDUCE_BACKWARD "

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
-from esper.tolaria.executors.native.layers import softmax
+from esper.tolaria.executors.native.functions import softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (

@@ -1,0 +1,352 @@
+"""Rules of activation functions, softmax, extremes and variances, whose kernels are in functions.h."""
+
+import math
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, Final
+
+import torch
+
+from esper.tolaria.executors.native.lowering import (
+    RULES,
+    Lowering,
+    Value,
+    rule,
+)
+from esper.tolaria.executors.native.program import Operation, Rows
+from esper.tolaria.executors.native.rules import (
+    affine,
+    broadcast,
+    cat,
+    mul,
+    slice_,
+    total,
+)
+from esper.tolaria.executors.native.trace import aten
+
+Function = IntEnum(
+    "Function",
+    "IDENTITY RELU HARDTANH SILU HARDSWISH LEAKY_RELU ELU GELU GELU_TANH MISH HARDSIGMOID SIGMOID TANH SOFTPLUS EXP "
+    "LOG SQRT RSQRT RECIPROCAL ABS SIGN SQUARE CUBE POWER CLAMP SIN COS ERF "
+    "ROOT",
+    start=0,
+)
+"""As in functions.h. The first five can be part of a normalization."""
+
+_FROM_OUTPUT: Final = {
+    Function.RELU, Function.HARDTANH, Function.SIGMOID, Function.TANH, Function.EXP, Function.SQRT,
+    Function.RSQRT, Function.RECIPROCAL, Function.ROOT,
+}  # fmt: skip
+"""Functions whose derivative functions.h computes from their value; that of the others comes from their argument."""
+
+# -- activation functions ----------------------------------------------------------------------------------------------
+
+
+def activate(low: Lowering, x: object, function: Function, *numbers: float) -> Value:
+    """f(x)."""
+    x = low.value(x)
+    if function is Function.IDENTITY:
+        return x
+    y = low.like(x)
+    low.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=(x.size,), flag=function, numbers=numbers)
+    # a leaky ReLU keeps the sign
+    from_output = function in _FROM_OUTPUT or (function is Function.LEAKY_RELU and numbers[0] > 0.0)
+
+    def backward(g: Rows) -> None:
+        g, saved = low.own(g), y if from_output else x
+        low.emit(Operation.ACTIVATE_BACKWARD, saved.rows, g, sizes=(x.size,), flag=function, numbers=numbers)
+        low.give(x, g)
+
+    return low.result(y, backward, x)
+
+
+def _register(names: str, function: Function) -> None:
+    """Functions without further arguments."""
+
+    def plain(low: Lowering, x: Any) -> Value:
+        return activate(low, x, function)
+
+    for name in names.split():
+        rule(f"{name}.default", f"{name}_.default")(plain)
+
+
+for _names, _function in {
+    "relu": Function.RELU, "silu": Function.SILU, "hardswish": Function.HARDSWISH, "mish": Function.MISH,
+    "hardsigmoid": Function.HARDSIGMOID, "sigmoid": Function.SIGMOID, "tanh": Function.TANH, "exp": Function.EXP,
+    "log": Function.LOG, "sqrt": Function.SQRT,
+    "rsqrt": Function.RSQRT, "reciprocal": Function.RECIPROCAL, "abs": Function.ABS, "sign": Function.SIGN,
+    "sgn": Function.SIGN, "square": Function.SQUARE, "sin": Function.SIN, "cos": Function.COS, "erf": Function.ERF,
+}.items():  # fmt: skip
+    _register(_names, _function)
+
+
+@rule("relu6.default", "relu6_.default")
+def relu6(low: Lowering, x: Any) -> Value:
+    return activate(low, x, Function.HARDTANH, 0.0, 6.0)
+
+
+@rule("hardtanh.default", "hardtanh_.default")
+def hardtanh(low: Lowering, x: Any, least: float = -1.0, most: float = 1.0) -> Value:
+    return activate(low, x, Function.HARDTANH, float(least), float(most))
+
+
+@rule("leaky_relu.default", "leaky_relu_.default")
+def leaky_relu(low: Lowering, x: Any, slope: float = 0.01) -> Value:
+    return activate(low, x, Function.LEAKY_RELU, float(slope))
+
+
+@rule("elu.default", "elu_.default")
+def elu(low: Lowering, x: Any, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Value:
+    return activate(low, x, Function.ELU, float(alpha) * float(scale), float(scale), float(inner))
+
+
+@rule("selu.default", "selu_.default")
+def selu(low: Lowering, x: Any) -> Value:
+    return elu(low, x, 1.6732632423543772, 1.0507009873554805)
+
+
+@rule("celu.default", "celu_.default")
+def celu(low: Lowering, x: Any, alpha: float = 1.0) -> Value:
+    return elu(low, x, alpha, 1.0, 1.0 / float(alpha))
+
+
+@rule("gelu.default", "gelu_.default")
+def gelu(low: Lowering, x: Any, *, approximate: str = "none") -> Value:
+    return activate(low, x, Function.GELU_TANH if approximate == "tanh" else Function.GELU)
+
+
+@rule("softplus.default")
+def softplus(low: Lowering, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    return activate(low, x, Function.SOFTPLUS, float(beta), float(threshold))
+
+
+@rule("log_sigmoid.default")
+def log_sigmoid(low: Lowering, x: Any) -> Value:
+    return affine(low, softplus(low, affine(low, low.value(x), -1.0, 0.0), 1.0, math.inf), -1.0, 0.0)
+
+
+@rule("clamp.default", "clamp_.default", "clip.default")
+def clamp(low: Lowering, x: Any, least: float | None = None, most: float | None = None) -> Value:
+    bounds = -math.inf if least is None else float(least), math.inf if most is None else float(most)
+    if bounds[0] > bounds[1]:
+        raise low.refuse("a lower bound above the upper one")
+    return activate(low, x, Function.CLAMP, *bounds)
+
+
+@rule("clamp_min.default", "clamp_min_.default")
+def clamp_min(low: Lowering, x: Any, least: float) -> Value:
+    return clamp(low, x, least)
+
+
+@rule("clamp_max.default", "clamp_max_.default")
+def clamp_max(low: Lowering, x: Any, most: float) -> Value:
+    return clamp(low, x, None, most)
+
+
+@rule("pow.Tensor_Scalar", "pow_.Scalar")
+def power(low: Lowering, x: Any, exponent: float) -> Value:
+    known = {
+        1.0: Function.IDENTITY, 2.0: Function.SQUARE, 3.0: Function.CUBE, 0.5: Function.SQRT, -0.5: Function.RSQRT,
+        -1.0: Function.RECIPROCAL,
+    }  # fmt: skip
+    if exponent == 0:
+        raise low.refuse("an exponent that is 0")
+    if exponent in known:
+        return activate(low, x, known[float(exponent)])
+    if exponent == 4:
+        return power(low, power(low, x, 2), 2)
+    sign = math.nan if exponent % 1 else -1.0 if exponent % 2 else 1.0
+    return activate(low, x, Function.POWER, float(exponent), sign)
+
+
+@rule("glu.default")
+def glu(low: Lowering, x: Any, dim: int = -1) -> Value:
+    dim = dim % len(x.shape)
+    half = x.shape[dim] // 2
+    return mul(low, slice_(low, x, dim, 0, half), activate(low, slice_(low, x, dim, half, 2 * half), Function.SIGMOID))
+
+
+@rule("prelu.default")
+def prelu(low: Lowering, x: Any, weight: Any) -> Value:
+    (count,) = weight.shape
+    w = low.weight(weight, count)
+    x = low.value(x) if count == 1 else low.leading(x)
+    if count > 1 and x.features[0] != count:
+        raise low.refuse(f"{count} slopes for {x.features[0]} channels")
+    y, sizes = low.like(x), (count, x.size // count)
+    low.emit(Operation.PRELU, x.rows, w.place, y.rows, sizes=sizes)
+
+    def backward(g: Rows) -> None:
+        g = low.own(g)
+        low.emit(Operation.PRELU_BACKWARD, x.rows, w.place, g, low.grad_of(w), sizes=sizes)
+        low.give(x, g)
+
+    return low.result(y, backward, x, w)
+
+
+def _softmax(low: Lowering, x: Any, dim: int, *, log: bool) -> Value:
+    x = low.value(x)
+    dim = dim % len(x.shape)
+    if dim == x.axis:
+        raise low.refuse("a softmax over the examples of a batch")
+    y, sizes = low.like(x), (math.prod(x.dims[:dim]), x.dims[dim], math.prod(x.dims[dim + 1 :]))
+    low.emit(Operation.SOFTMAX, x.rows, y.rows, sizes=sizes, flag=log)
+
+    def backward(g: Rows) -> None:
+        g = low.own(g)
+        low.emit(Operation.SOFTMAX_BACKWARD, y.rows, g, sizes=sizes, flag=log)
+        low.give(x, g)
+
+    return low.result(y, backward, x)
+
+
+@rule("softmax.int", "_softmax.default")
+def softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
+    if dtype not in (None, False, torch.float32):
+        raise low.refuse(f"a softmax in {dtype}")
+    return _softmax(low, x, dim, log=False)
+
+
+@rule("log_softmax.int", "_log_softmax.default")
+def log_softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
+    if dtype not in (None, False, torch.float32):
+        raise low.refuse(f"a softmax in {dtype}")
+    return _softmax(low, x, dim, log=True)
+
+
+# -- extremes and other statistics -------------------------------------------------------------------------------------
+
+
+_LARGEST, _SMALLEST, _LOG_SUM = range(3)
+"""Kinds of REDUCE."""
+
+
+def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first: bool = False) -> Value:
+    """Over axes that follow each other."""
+    x = low.value(x)
+    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    gone = sorted({d % len(x.shape) for d in every})
+    if x.axis in gone:
+        raise low.refuse("numbers of several examples as one")
+    if any(x.dims[d] != 1 for d in range(gone[0], gone[-1] + 1) if d not in gone):
+        raise low.refuse("extremes over axes that do not follow each other")
+    sizes = tuple(math.prod(x.dims[a:b]) for a, b in ((0, gone[0]), (gone[0], gone[-1] + 1), (gone[-1] + 1, None)))
+    y = replace(x, rows=Rows(0, 0), shape=tuple(1 if d in gone else n for d, n in enumerate(x.shape)), needs=False)
+    y = replace(y, rows=low.rows(y.size))
+    low.emit(Operation.REDUCE, x.rows, y.rows, sizes=sizes, flag=kind)
+
+    def backward(g: Rows) -> None:
+        operands, numbers = (x.rows, y.rows, g), (float(first),)
+        low.into(
+            x,
+            lambda grad: low.emit(Operation.REDUCE_BACKWARD, *operands, grad, sizes=sizes, flag=kind, numbers=numbers),
+        )
+
+    found = low.result(y, backward, x)
+    if keepdim:
+        return found
+    shape = tuple(n for d, n in enumerate(y.shape) if d not in gone)
+    return low.view(found, shape, None if x.axis is None else x.axis - sum(d < x.axis for d in gone), x.outer)
+
+
+@rule("amax.default")
+def amax(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LARGEST)
+
+
+@rule("amin.default")
+def amin(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _SMALLEST)
+
+
+@rule("max.dim")
+def max_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _LARGEST, first=True), None
+
+
+@rule("min.dim")
+def min_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
+    return _reduce(low, x, dim, keepdim, _SMALLEST, first=True), None
+
+
+@rule("logsumexp.default")
+def logsumexp(low: Lowering, x: Any, dim: Any, keepdim: bool = False) -> Value:
+    return _reduce(low, x, dim, keepdim, _LOG_SUM)
+
+
+def _of_two(low: Lowering, a: Any, b: Any, kind: int) -> Value:
+    a, b, like = broadcast(low, low.value(a), low.value(b))
+    both = [RULES[aten.unsqueeze.default](low, RULES[aten.expand.default](low, x, like.shape), 0) for x in (a, b)]
+    return _reduce(low, cat(low, both, 0), 0, False, kind)
+
+
+@rule("maximum.default", "max.other")
+def maximum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _LARGEST)
+
+
+@rule("minimum.default", "min.other")
+def minimum(low: Lowering, a: Any, b: Any) -> Value:
+    return _of_two(low, a, b, _SMALLEST)
+
+
+@rule("linalg_vector_norm.default")
+def vector_norm(low: Lowering, x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *,
+                dtype: Any = None) -> Value:  # fmt: skip
+    if order not in (1, 2) or dtype is not None:
+        raise low.refuse(f"the norm of order {order}")
+    if order == 1:
+        return total(low, activate(low, x, Function.ABS), dim, keepdim, mean=False)
+    return activate(low, total(low, activate(low, x, Function.SQUARE), dim, keepdim, mean=False), Function.ROOT)
+
+
+@rule("norm.ScalarOpt_dim", "norm.Scalar")
+def norm(low: Lowering, x: Any, order: float | None = 2, dim: Any = None, keepdim: bool = False) -> Value:
+    return vector_norm(low, x, 2 if order is None else order, dim, keepdim)
+
+
+def _var_mean(low: Lowering, x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Value, Value]:
+    x = low.value(x)
+    center = total(low, x, dim, True, mean=True)
+    squares = activate(low, RULES[aten.sub.Tensor](low, x, center), Function.SQUARE)
+    count = x.size // center.size
+    free = count - (1.0 if correction is None else correction)
+    if free <= 0:
+        raise low.refuse(f"the variance of {count} numbers")
+    variance = affine(low, total(low, squares, dim, keepdim, mean=False), 1.0 / free, 0.0)
+    return variance, center if keepdim else total(low, center, dim, False, mean=False)
+
+
+@rule("var.correction")
+def var(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
+    return _var_mean(low, x, dim, correction, keepdim)[0]
+
+
+@rule("std.correction")
+def std(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
+    return activate(low, _var_mean(low, x, dim, correction, keepdim)[0], Function.ROOT)
+
+
+def _corrected(unbiased: bool) -> float:
+    return 1.0 if unbiased else 0.0
+
+
+@rule("var.dim")
+def var_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
+    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)[0]
+
+
+@rule("std.dim")
+def std_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
+    return activate(low, var_dim(low, x, dim, unbiased, keepdim), Function.ROOT)
+
+
+@rule("var_mean.dim")
+def var_mean_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> tuple[Value, Value]:
+    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)
+
+
+@rule("var_mean.correction")
+def var_mean(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None,
+             keepdim: bool = False) -> tuple[Value, Value]:  # fmt: skip
+    return _var_mean(low, x, dim, correction, keepdim)

@@ -50,8 +50,8 @@ class TrainingError(EsperError):
     """Training cannot continue: three updates in a row had no finite minibatch."""
 
 
-class WorkerError(EsperError):
-    """A process that runs hosts ended early."""
+class RankError(EsperError):
+    """A process of a run failed, ended early or differs from the others."""
 
 
 class Stopped(SystemExit, KeyboardInterrupt):

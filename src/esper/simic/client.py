@@ -34,12 +34,14 @@ from esper.leyline.messages import (
     StoredStep,
 )
 from esper.leyline.random import Stream, uniform
+from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import (
     StateTree,
     below,
     blank,
     check_same_shapes,
     named_tensors,
+    replace,
     restored,
     tensor_dataclass,
     tensors_by_name,
@@ -181,7 +183,8 @@ class SimicClient(_WithReward):
 
     `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
     host read here. `total_updates` is the length of the run, for the schedules. `policy_form` makes the policy step
-    eager or compiled. Raises ConfigError where the parts do not fit together.
+    eager or compiled. `ranks` share the hosts of a run, of which `spec` and the buffer have those of this one. Raises
+    ConfigError where the parts do not fit together.
     """
 
     def __init__(
@@ -195,12 +198,14 @@ class SimicClient(_WithReward):
         device: torch.device | str,
         total_updates: int,
         policy_form: Callable[[PolicyStep], PolicyFunction] = lambda step: step,
+        ranks: Ranks | None = None,
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
         _require_fit(network, ppo_config, spec)
         super().__init__(reward)
         self.spec, self.config = spec, ppo_config
+        self.ranks = ranks or Ranks(spec.num_envs)
         self.device = torch.device(device)
         self._read = read
         self.agent = new_agent(
@@ -266,7 +271,9 @@ class SimicClient(_WithReward):
             reset=self._reset_N,
             statistics=self._statistics,
         )
-        decision = self._decide(inputs, deterministic)
+        # rounding depends on the number of rows: with each block by itself, not on the number of ranks
+        blocks = [self._decide(_of_block(inputs, block), deterministic) for block in self.ranks.own]
+        decision = _joined_blocks(blocks)
         self._carried = decision.act.hidden
         self._decision = obs.t, decision
         return decision.act
@@ -301,7 +308,7 @@ class SimicClient(_WithReward):
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
         """Value of the state after the last step, given the recurrent state, which is not changed."""
-        return compute_batched_bootstrap(self.agent, obs, self._carried)
+        return compute_batched_bootstrap(self.agent, obs, self._carried, self.ranks.own)
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host gets `reward` instead, see `buffer`."""
@@ -336,6 +343,7 @@ class SimicClient(_WithReward):
             run_seed=self.spec.run_seed,
             hidden=self._carried,  # also of hosts whose last row is invalid
             read=self._read,
+            ranks=self.ranks,
         )
         self.updates += 1
         return metrics
@@ -403,11 +411,37 @@ class SimicClient(_WithReward):
 
 
 @torch.no_grad()
-def compute_batched_bootstrap(agent: PPOAgent, obs: Observation, hidden: Hidden) -> Float[Tensor, " N"]:
-    """Value of `obs` for all hosts; `hidden` is not modified."""
+def compute_batched_bootstrap(
+    agent: PPOAgent, obs: Observation, hidden: Hidden, blocks: Sequence[slice] = (slice(None),)
+) -> Float[Tensor, " N"]:
+    """Value of `obs` for all hosts, each of these blocks by itself; `hidden` is not modified."""
     raw, blueprint_index = observe(obs)
-    features = normalized(raw, agent.observations.of_slots(obs.num_slots))
-    return agent.network.step(features, blueprint_index, hidden).value
+    features, step = normalized(raw, agent.observations.of_slots(obs.num_slots)), agent.network.step
+    return torch.cat([step(features[b], blueprint_index[b], _rows(hidden, b)).value for b in blocks])
+
+
+def _rows(hidden: Hidden, block: slice) -> Hidden:
+    return tree_map(lambda x: x[:, block], hidden)
+
+
+def _of_block(inputs: PolicyInputs, block: slice) -> PolicyInputs:
+    """The inputs of some hosts."""
+    if block == slice(0, len(inputs.reset)):
+        return inputs
+    hosts = {name: getattr(inputs, name)[block] for name in ("legal", "uniforms", "reset")}
+    trees = {name: tree_map(lambda x: x[block], getattr(inputs, name)) for name in ("slots", "hosts")}
+    return replace(inputs, hidden=_rows(inputs.hidden, block), **hosts, **trees)
+
+
+def _joined_blocks(parts: Sequence[PolicyOutput]) -> PolicyOutput:
+    """The outputs of all hosts."""
+    first, *others = parts
+    if not others:
+        return first
+    hidden = tree_map(lambda *x: torch.cat(x, dim=1), first.act.hidden, *(part.act.hidden for part in others))
+    flat = [replace(part, act=replace(part.act, hidden=first.act.hidden)) for part in parts]
+    joined = tree_map(lambda *x: torch.cat(x), *flat)
+    return replace(joined, act=replace(joined.act, hidden=hidden))
 
 
 def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps: int) -> Float[Tensor, "T N 8"]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle import HEADS, NUM_HEADS, Head, LifecycleOp
-from esper.simic.agent.losses import LossInputs, ppo_losses
+from esper.simic.agent.losses import LossInputs, loss_sums, ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.heads import sample_heads
@@ -91,7 +91,9 @@ def test_a_head_that_no_decision_of_an_update_read_is_not_moved_at_all(rolled_ou
     batch.effective_op.copy_(drawn.actions[..., Head.OP])
     x, _ = evaluate_minibatch(rolled_out.agent, batch)
     network = rolled_out.agent.network
-    ppo_losses(x, loss_weights(rolled_out.agent, rolled_out.config, torch.device("cpu"))).total.backward()
+    ppo_losses(
+        loss_sums(x, 0.2, 0.2), loss_weights(rolled_out.agent, rolled_out.config, torch.device("cpu"))
+    ).total.backward()
     sizes = [HEADS[head].size for head in OF_SLOT]
     for gradient in (p.grad for p in network.head_values.parameters()):
         moved = {head for head, rows in zip(OF_SLOT, gradient.split(sizes), strict=True) if rows.any()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle import NUM_HEADS, Head, LifecycleOp
-from esper.simic.agent.losses import ppo_losses
+from esper.simic.agent.losses import loss_sums, ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights, run_ppo_updates
 from esper.tamiyo.heads import forced, sample_heads
 from esper.telemetry.anomalies import of_update
@@ -72,7 +72,7 @@ def test_one_update_on_every_op_gives_every_parameter_a_finite_gradient_that_is_
     batch = client.buffer.sequences(torch.arange(len(HOSTS) * 8))
     x, finite_logits = evaluate_minibatch(client.agent, batch)
     assert finite_logits
-    ppo_losses(x, loss_weights(client.agent, client.config, torch.device("cpu"))).total.backward()
+    ppo_losses(loss_sums(x, 0.2, 0.2), loss_weights(client.agent, client.config, torch.device("cpu"))).total.backward()
     for name, parameter in client.agent.network.named_parameters():
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name

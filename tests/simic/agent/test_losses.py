@@ -9,13 +9,18 @@ from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 from esper.simic.agent.losses import (
     LossInputs,
+    LossSums,
     LossWeights,
     entropy_loss,
     floor_loss,
     head_entropies,
+    largest_change,
+    loss_sums,
+    packed,
     policy_loss,
     ppo_losses,
     ratio_statistics,
+    unpacked,
     value_loss,
 )
 from esper.tamiyo.heads import evaluate_heads, relevance
@@ -54,9 +59,13 @@ def four_steps(**changes) -> LossInputs:
     return LossInputs(**fields | changes)
 
 
+def sums(x: LossInputs, clip: float = 0.2) -> LossSums:
+    return loss_sums(x, clip, forced_weight=0.2)
+
+
 def weights(*, value: float = 1.0, entropy: float = 0.05, floor: float = 1.0) -> LossWeights:
     value_, entropy_, floor_ = (torch.tensor(x) for x in (value, entropy, floor))
-    return LossWeights(value=value_, entropy=entropy_, floor=floor_, clip=0.2, forced_value=0.2)
+    return LossWeights(value=value_, entropy=entropy_, floor=floor_)
 
 
 def with_an_invalid_step(x: LossInputs) -> LossInputs:
@@ -72,7 +81,7 @@ def with_an_invalid_step(x: LossInputs) -> LossInputs:
 
 
 def test_the_worked_example_of_all_terms():
-    losses = ppo_losses(four_steps(), weights())
+    losses = ppo_losses(sums(four_steps()), weights())
     assert float(losses.policy) == pytest.approx(-0.936130, abs=1e-5)  # -0.583545 - 0.352585
     assert float(losses.value) == pytest.approx(0.051875, abs=1e-6)
     assert float(losses.entropy) == pytest.approx(-1.45, abs=1e-6)
@@ -80,34 +89,43 @@ def test_the_worked_example_of_all_terms():
     assert float(losses.total) == pytest.approx(-0.956755, abs=1e-5)
 
 
+def test_the_losses_of_two_parts_follow_from_the_sum_of_their_sums():
+    x = four_steps()
+    parts = [LossInputs(**{name: value[:, i : i + 2] for name, value in vars(x).items()}) for i in (0, 2)]
+    packed_sums = torch.stack([packed(sums(part)) for part in parts]).sum(0)
+    want, found = ppo_losses(sums(x), weights()), ppo_losses(unpacked(packed_sums), weights())
+    for name, value in vars(want).items():
+        assert float(getattr(found, name)) == pytest.approx(float(value), abs=1e-6), name
+
+
 def test_the_worked_example_of_ratios():
-    found = ratio_statistics(four_steps(), clip=0.2)
+    found = ratio_statistics(sums(four_steps()))
     assert float(found.approx_kl) == pytest.approx(0.029658, abs=1e-5)
     # log-ratios of op and slot: 0.2 + 0.1, -0.2 - 0.3, 0.4 + 0; the forced step is no decision
     assert float(found.clip_fraction) == 1.0
-    assert float(ratio_statistics(four_steps(), clip=0.45).clip_fraction) == pytest.approx(1 / 3)  # e^0.4 = 1.49
-    assert float(found.largest_change) == pytest.approx(0.4)
+    assert float(ratio_statistics(sums(four_steps(), clip=0.45)).clip_fraction) == pytest.approx(1 / 3)  # e^0.4 = 1.49
+    assert float(largest_change(four_steps())) == pytest.approx(0.4)
 
 
 def test_a_step_that_is_not_valid_changes_nothing():
     x = four_steps(available=heads(op=[1, 1, 1, 1], slot=[1, 1, 1, 1]).bool())
     longer = with_an_invalid_step(x)
-    want, found = ppo_losses(x, weights()), ppo_losses(longer, weights())
+    want, found = ppo_losses(sums(x), weights()), ppo_losses(sums(longer), weights())
     for name in ("policy", "value", "entropy", "floor", "total"):
         assert float(getattr(found, name)) == pytest.approx(float(getattr(want, name)), abs=1e-6), name
-    assert float(ratio_statistics(longer, 0.2).clip_fraction) == 1.0
-    assert float(ratio_statistics(longer, 0.2).largest_change) == pytest.approx(0.4)
+    assert float(ratio_statistics(sums(longer)).clip_fraction) == 1.0
+    assert float(largest_change(longer)) == pytest.approx(0.4)
 
 
 def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
     # step 0: ratio 1.22 above the clip with A > 0: flat.   step 1 (op): ratio 0.82 with A < 0: inside, has a gradient
     # step 2: ratio 1.49 with A > 0: flat.                  step 1 (slot): ratio 0.74 with A < 0: clipped, flat
     log_prob = four_steps().log_prob.requires_grad_()
-    policy_loss(four_steps(log_prob=log_prob), 0.2).backward()
+    policy_loss(sums(four_steps(log_prob=log_prob))).backward()
     assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [1]
     assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0]
     log_prob.grad = None  # with the opposite advantages all of them went the wrong way, and are called back
-    policy_loss(four_steps(log_prob=log_prob, advantages=-four_steps().advantages), 0.2).backward()
+    policy_loss(sums(four_steps(log_prob=log_prob, advantages=-four_steps().advantages))).backward()
     assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [0, 1, 2]
     assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0, 1]
 
@@ -115,7 +133,7 @@ def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
 def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient():
     log_prob, entropy = four_steps().log_prob.requires_grad_(), four_steps().entropy.requires_grad_()
     x = four_steps(log_prob=log_prob, entropy=entropy, old_log_prob=log_prob.detach())
-    (policy_loss(x, 0.2) + entropy_loss(x)).backward()
+    (policy_loss(sums(x)) + entropy_loss(sums(x))).backward()
     for gradient in (log_prob.grad, entropy.grad):
         assert gradient[0, 2, SLOT] == 0
         assert gradient[0, 2, OP] != 0
@@ -123,9 +141,9 @@ def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient()
 
 
 def test_extreme_ratios_stay_finite():
-    found = ppo_losses(four_steps(log_prob=torch.full((1, 4, 8), 1e30)), weights())
+    found = ppo_losses(sums(four_steps(log_prob=torch.full((1, 4, 8), 1e30))), weights())
     assert math.isfinite(float(found.total))
-    assert math.isfinite(float(ratio_statistics(four_steps(log_prob=torch.full((1, 4, 8), -1e30)), 0.2).approx_kl))
+    assert math.isfinite(float(ratio_statistics(sums(four_steps(log_prob=torch.full((1, 4, 8), -1e30)))).approx_kl))
 
 
 def test_forced_steps_weigh_a_fifth_in_the_value_loss():
@@ -133,7 +151,7 @@ def test_forced_steps_weigh_a_fifth_in_the_value_loss():
     x = four_steps(
         values=row(1.0, 0.0, 0.0, 3.0), returns=torch.zeros(1, 4), valid=torch.tensor([[True, False, False, True]])
     )
-    assert float(value_loss(x, 0.2)) == pytest.approx(2.8 / 1.2 / 2)
+    assert float(value_loss(sums(x))) == pytest.approx(2.8 / 1.2 / 2)
 
 
 def test_the_entropy_bonus_weighs_the_heads():
@@ -141,7 +159,7 @@ def test_the_entropy_bonus_weighs_the_heads():
     entropy[0, 0, Head.BLUEPRINT], causal[0, 0, Head.BLUEPRINT] = 0.5, True
     entropy[0, 1, Head.STYLE], causal[0, 1, Head.STYLE] = 0.25, True
     x = four_steps(entropy=entropy, causal=causal)
-    assert float(entropy_loss(x)) == pytest.approx(-(1.3 * 0.5 + 1.2 * 0.25))
+    assert float(entropy_loss(sums(x))) == pytest.approx(-(1.3 * 0.5 + 1.2 * 0.25))
 
 
 def test_the_floor_asks_for_entropy_where_a_head_is_available():
@@ -149,22 +167,22 @@ def test_the_floor_asks_for_entropy_where_a_head_is_available():
     entropy_avail = heads(op=[0.1, 0.3, 0.9, 0.9], slot=[0.5, 0.9, 0.9, 0.9])
     available = heads(op=[1, 1, 0, 1], slot=[1, 0, 0, 0]).bool()
     x = four_steps(entropy_avail=entropy_avail, available=available)
-    assert float(floor_loss(x)) == pytest.approx(0.3 * 0.1**2)
-    assert float(ppo_losses(x, weights(floor=1.5)).floor) == pytest.approx(1.5 * 0.3 * 0.1**2)
+    assert float(floor_loss(sums(x))) == pytest.approx(0.3 * 0.1**2)
+    assert float(ppo_losses(sums(x), weights(floor=1.5)).floor) == pytest.approx(1.5 * 0.3 * 0.1**2)
 
 
 def test_a_head_that_is_never_available_owes_no_entropy():
-    assert float(floor_loss(four_steps())) == 0.0
+    assert float(floor_loss(sums(four_steps()))) == 0.0
 
 
 def test_a_minibatch_without_a_valid_step_costs_nothing():
     x = four_steps(valid=torch.zeros(1, 4, dtype=torch.bool))
-    assert float(ppo_losses(x, weights()).total) == 0.0
-    assert float(ratio_statistics(x, 0.2).approx_kl) == 0.0
+    assert float(ppo_losses(sums(x), weights()).total) == 0.0
+    assert float(ratio_statistics(sums(x)).approx_kl) == 0.0
 
 
 def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
-    found = head_entropies(four_steps())
+    found = head_entropies(sums(four_steps()))
     assert float(found[0][OP]) == pytest.approx(0.6)
     assert float(found[0][SLOT]) == pytest.approx(0.85)
     assert found[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 3, 2]
@@ -175,14 +193,16 @@ def test_what_an_operation_is_done_with_has_one_entropy_over_all_its_heads():
     entropy, causal = four_steps().entropy, four_steps().causal
     entropy[0, :, Head.BLUEPRINT] = torch.tensor([0.2, 0.7, 0.7, 0.7])
     causal[0, :, Head.BLUEPRINT] = torch.tensor([True, False, False, True])
-    mean, steps = head_entropies(four_steps(entropy=entropy, causal=causal))
+    mean, steps = head_entropies(sums(four_steps(entropy=entropy, causal=causal)))
     assert (float(mean[-1]), float(steps[-1])) == (pytest.approx(1.9 / 3), 3.0)
 
 
 def test_a_head_with_one_value_has_no_entropy_to_report():
     choice = torch.ones(1, 4, 8, dtype=torch.bool)
     choice[0, 1, SLOT] = False  # as where one slot alone is legal for the op: its entropy is 0
-    found = head_entropies(four_steps(choice=choice, entropy=heads(op=[0.6, 0.7, 0.5, 0.0], slot=[0.9, 0.0, 0.3, 0.0])))
+    found = head_entropies(
+        sums(four_steps(choice=choice, entropy=heads(op=[0.6, 0.7, 0.5, 0.0], slot=[0.9, 0.0, 0.3, 0.0])))
+    )
     assert (float(found[0][SLOT]), float(found[1][SLOT])) == (pytest.approx(0.9), 1.0)
     assert float(found[1][OP]) == 3.0
 
@@ -208,9 +228,9 @@ def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have
         forced=torch.zeros(1, 4, dtype=torch.bool),
     )  # fmt: skip
     speed = logits[Head.ALPHA_SPEED]
-    (elsewhere,) = torch.autograd.grad(policy_loss(x, 0.2) + entropy_loss(x), speed, retain_graph=True)
+    (elsewhere,) = torch.autograd.grad(policy_loss(sums(x)) + entropy_loss(sums(x)), speed, retain_graph=True)
     assert not elsewhere.any()
-    (gradient,) = torch.autograd.grad(floor_loss(x), speed)
+    (gradient,) = torch.autograd.grad(floor_loss(sums(x)), speed)
     with torch.no_grad():
         moved = [head - gradient / gradient.norm() if head is speed else head for head in logits]
         assert (evaluated(moved).entropy_avail > out.entropy_avail)[..., Head.ALPHA_SPEED].all()

@@ -11,7 +11,7 @@ from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.random import Stream, permutation
 from esper.simic.agent import ppo
 from esper.simic.agent.advantages import masked_moments
-from esper.simic.agent.losses import entropy_loss, policy_loss
+from esper.simic.agent.losses import entropy_loss, loss_sums, policy_loss
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
 from esper.simic.metrics import METRIC_NAMES
 from esper.tamiyo.features import HOST_FEATURES
@@ -321,7 +321,8 @@ def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alon
     slabs.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
     slabs.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
     x, _ = evaluate_minibatch(client.agent, client.buffer.sequences(torch.arange(4)))
-    (policy_loss(x, 0.2) + entropy_loss(x)).backward()
+    sums = loss_sums(x, 0.2, 0.2)
+    (policy_loss(sums) + entropy_loss(sums)).backward()
     network = client.agent.network
     outputs = {Head.OP: network.head_op, Head.SLOT: network.head_slot, Head.BLUEPRINT: network.head_blueprint}
     moved = {head for head, output in outputs.items() if output.weight.grad.any()}
@@ -337,9 +338,9 @@ def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(ro
     client.buffer.slabs.valid[0, 1:] = False
     original = ppo.ratio_statistics
 
-    def watched(x, clip):
-        seen.append((original(x, clip).approx_kl.item(), x.valid.sum().item()))
-        return original(x, clip)
+    def watched(sums):
+        seen.append((original(sums).approx_kl.item(), sums.valid.item()))
+        return original(sums)
 
     monkeypatch.setattr(ppo, "ratio_statistics", watched)
     found = learn(client)["approx_kl"]

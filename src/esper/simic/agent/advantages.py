@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import below, copy_into, tensor_dataclass, with_prefix
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES
 
@@ -37,15 +38,15 @@ class Moments:
     var: Float[Tensor, "*D"]
 
 
-def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Moments:
-    """Moments over the leading axes (those of `valid`), summed in float64."""
-    leading = tuple(range(valid.dim()))
+def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"], ranks: Ranks | None = None) -> Moments:
+    """Moments over the leading axes (those of `valid`), summed in float64; with `ranks` over the hosts of all."""
+    ranks = ranks or Ranks(len(valid))
     keep = valid.reshape(valid.shape + (1,) * (rows.dim() - valid.dim()))
-    count = valid.sum(dtype=torch.float64)
+    count = ranks.sum(valid.to(torch.float64), valid.dim())
     exact = rows.to(torch.float64).masked_fill(~keep, 0.0)
-    mean = exact.sum(dim=leading) / count.clamp_min(1.0)
-    var = (exact - mean).square().masked_fill(~keep, 0.0).sum(dim=leading) / count.clamp_min(1.0)
-    return Moments(count=count, mean=mean, var=var)
+    mean = ranks.sum(exact, valid.dim()) / count.clamp_min(1.0)
+    squares = (exact - mean).square().masked_fill(~keep, 0.0)
+    return Moments(count=count, mean=mean, var=ranks.sum(squares, valid.dim()) / count.clamp_min(1.0))
 
 
 @tensor_dataclass
@@ -127,12 +128,12 @@ class ObservationStatistics:
         self.host = RunningMeanVar(momentum, (len(HOST_FEATURES),), device)
         self.slot = RunningMeanVar(momentum, (len(SLOT_FEATURES),), device)
 
-    def update(self, rows: Float[Tensor, "*R D"], valid: Bool[Tensor, "*R"]) -> None:
-        """Update the statistics with the features of one rollout before normalization."""
+    def update(self, rows: Float[Tensor, "*R D"], valid: Bool[Tensor, "*R"], ranks: Ranks | None = None) -> None:
+        """Update the statistics with the features of one rollout before normalization, of the hosts of all `ranks`."""
         host, slots = rows[..., : len(HOST_FEATURES)], rows[..., len(HOST_FEATURES) :]
         slots = slots.unflatten(-1, (-1, len(SLOT_FEATURES)))
-        self.host.update(masked_moments(host, valid))
-        self.slot.update(masked_moments(slots, valid[..., None] & (slots[..., 0] > 0.0)))  # the occupied flag
+        self.host.update(masked_moments(host, valid, ranks))
+        self.slot.update(masked_moments(slots, valid[..., None] & (slots[..., 0] > 0.0), ranks))  # the occupied flag
 
     def of_slots(self, num_slots: int) -> Frozen:
         """Shift and spread of all columns of hosts with so many slots."""
@@ -236,10 +237,10 @@ def discounted_returns(
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], std_floor: float
+    advantages: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], std_floor: float, ranks: Ranks | None = None
 ) -> NormalizedAdvantages:
     """`(A - mean) / (max(std, floor) + 1e-8)` over the valid steps of all hosts; 0 at invalid ones."""
-    moments = masked_moments(advantages, valid)
+    moments = masked_moments(advantages, valid, ranks)
     std = moments.var.sqrt()
     scaled = (advantages.to(torch.float64) - moments.mean) / (std.clamp_min(std_floor) + ADVANTAGE_EPS)
     return NormalizedAdvantages(

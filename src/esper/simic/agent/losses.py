@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.lifecycle import HEADS, Head
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import blank, tensor_dataclass
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -47,8 +47,6 @@ class LossWeights:
     value: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
     floor: Float[Tensor, ""]
-    clip: float
-    forced_value: float
 
 
 @tensor_dataclass
@@ -67,78 +65,134 @@ class RatioStatistics:
     """Change of the policy since the rollout.
 
     `approx_kl`: KL divergence, a mean over heads and steps. `clip_fraction`: share of the decisions whose probability,
-    the product over the heads, changed by more than epsilon. `largest_change`: of a log-probability.
+    the product over the heads, changed by more than epsilon.
     """
 
     approx_kl: Float[Tensor, ""]
     clip_fraction: Float[Tensor, ""]
-    largest_change: Float[Tensor, ""]
 
 
-def ppo_losses(x: LossInputs, weights: LossWeights) -> Losses:
-    """All terms of the loss of one minibatch."""
-    policy = policy_loss(x, weights.clip)
-    value = value_loss(x, weights.forced_value)
-    entropy = entropy_loss(x)
-    floor = floor_loss(x) * weights.floor
+@tensor_dataclass
+class LossSums:
+    """Sums over the steps of some hosts, from which everything below follows; those of all hosts are their sum.
+
+    `surrogate`, `entropy`, `available` are [8] with gradient and have their numbers of steps after them; `choices` are
+    the entropies of heads with a choice, [9], see `head_entropies`. `value` has the weights of its steps.
+    """
+
+    surrogate: Float[Tensor, " 8"]
+    entropy: Float[Tensor, " 8"]
+    used: Float[Tensor, " 8"]
+    available: Float[Tensor, " 8"]
+    open: Float[Tensor, " 8"]
+    value: Float[Tensor, ""]
+    value_weight: Float[Tensor, ""]
+    divergence: Float[Tensor, ""]
+    causal: Float[Tensor, ""]
+    outside: Float[Tensor, ""]
+    decided: Float[Tensor, ""]
+    valid: Float[Tensor, ""]
+    choices: Float[Tensor, " 9"]
+    choice_steps: Float[Tensor, " 9"]
+
+
+def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
+    """The sums of some hosts. A forced step is no decision: its ratio is always 1."""
+    log_ratio = _log_ratio(x)
+    ratio, advantages = log_ratio.exp(), x.advantages[..., None]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    used, decided = _used(x), x.valid & ~x.forced
+    weight = torch.where(x.forced, forced_weight, 1.0) * x.valid
+    causal, choices = x.causal & x.valid[..., None], used & x.choice
+    change = log_ratio.detach() * causal
+    outside = ((change.sum(-1).exp() - 1.0).abs() > clip) & decided
+    entropies, steps = _sum_per_head(x.entropy.detach(), choices), _count_per_head(choices, x.entropy)
+    return LossSums(
+        surrogate=_sum_per_head(surrogate, used),
+        entropy=_sum_per_head(x.entropy, used),
+        used=_count_per_head(used, x.entropy),
+        available=_sum_per_head(x.entropy_avail, _open(x)),
+        open=_count_per_head(_open(x), x.entropy),
+        value=(weight * (x.values - x.returns).square()).sum(),
+        value_weight=weight.sum(),
+        divergence=(change.exp() - 1.0 - change).sum(),
+        causal=causal.sum().to(x.entropy.dtype),
+        outside=outside.sum().to(x.entropy.dtype),
+        decided=decided.sum().to(x.entropy.dtype),
+        valid=x.valid.sum().to(x.entropy.dtype),
+        choices=torch.cat((entropies, entropies[: Head.OP].sum(0, keepdim=True))),
+        choice_steps=torch.cat((steps, steps[: Head.OP].sum(0, keepdim=True))),
+    )
+
+
+def ppo_losses(sums: LossSums, weights: LossWeights) -> Losses:
+    """All terms of the loss of one minibatch, from the sums over its hosts."""
+    policy = policy_loss(sums)
+    value = value_loss(sums)
+    entropy = entropy_loss(sums)
+    floor = floor_loss(sums) * weights.floor
     total = policy + weights.value * value + weights.entropy * entropy + floor
     return Losses(policy=policy, value=value, entropy=entropy, floor=floor, total=total)
 
 
-def policy_loss(x: LossInputs, clip: float) -> Float[Tensor, ""]:
+def policy_loss(sums: LossSums) -> Float[Tensor, ""]:
     """Clipped surrogate (Schulman et al., "Proximal policy optimization", 2017, eq. 7), summed over the heads."""
-    ratio = _log_ratio(x).exp()
-    advantages = x.advantages[..., None]
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    return -_mean_per_head(surrogate, _used(x)).sum()
+    return -(sums.surrogate / sums.used.clamp_min(1)).sum()
 
 
-def value_loss(x: LossInputs, forced_weight: float) -> Float[Tensor, ""]:
-    """`1/2 sum w (V - R)^2 / sum w` over valid steps; w is `forced_weight` on forced steps and 1 elsewhere."""
-    weight = torch.where(x.forced, forced_weight, 1.0) * x.valid
-    return 0.5 * (weight * (x.values - x.returns).square()).sum() / weight.sum().clamp_min(1e-6)
+def value_loss(sums: LossSums) -> Float[Tensor, ""]:
+    """`1/2 sum w (V - R)^2 / sum w` over valid steps; w is `forced_value_weight` on forced steps and 1 elsewhere."""
+    return 0.5 * sums.value / sums.value_weight.clamp_min(1e-6)
 
 
-def entropy_loss(x: LossInputs) -> Float[Tensor, ""]:
+def entropy_loss(sums: LossSums) -> Float[Tensor, ""]:
     """Minus the weighted sum of the normalized entropies of the heads."""
-    return -(_constants(x.entropy.device).bonus * _mean_per_head(x.entropy, _used(x))).sum()
+    return -(_constants(sums.entropy.device).bonus * (sums.entropy / sums.used.clamp_min(1))).sum()
 
 
-def floor_loss(x: LossInputs) -> Float[Tensor, ""]:
+def floor_loss(sums: LossSums) -> Float[Tensor, ""]:
     """Weighted squares of what the mean entropies of open heads lack to their floors."""
-    constants = _constants(x.entropy.device)
-    open_ = x.available & (x.valid & ~x.forced)[..., None]
-    shortfall = (constants.floor - _mean_per_head(x.entropy_avail, open_)).clamp_min(0.0)
-    return (constants.floor_weight * shortfall.square() * _per_head(open_).any(dim=0)).sum()
+    constants = _constants(sums.entropy.device)
+    shortfall = (constants.floor - sums.available / sums.open.clamp_min(1)).clamp_min(0.0)
+    return (constants.floor_weight * shortfall.square() * (sums.open > 0)).sum()
 
 
-def ratio_statistics(x: LossInputs, clip: float) -> RatioStatistics:
-    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios.
-
-    A forced step is no decision: its ratio is always 1.
-    """
-    causal = x.causal & x.valid[..., None]
-    log_ratio = _log_ratio(x).detach() * causal
-    divergence = (log_ratio.exp() - 1.0 - log_ratio).sum() / causal.sum().clamp_min(1)
-    decided = x.valid & ~x.forced
-    outside = ((log_ratio.sum(-1).exp() - 1.0).abs() > clip) & decided
+def ratio_statistics(sums: LossSums) -> RatioStatistics:
+    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios."""
     return RatioStatistics(
-        approx_kl=divergence,
-        clip_fraction=outside.sum() / decided.sum().clamp_min(1),
-        largest_change=log_ratio.abs().amax(),
+        approx_kl=sums.divergence / sums.causal.clamp_min(1),
+        clip_fraction=sums.outside / sums.decided.clamp_min(1),
     )
 
 
-def head_entropies(x: LossInputs) -> tuple[Float[Tensor, " 9"], Float[Tensor, " 9"]]:
+def largest_change(x: LossInputs) -> Float[Tensor, ""]:
+    """The largest change of a log-probability of a decision since the rollout."""
+    return (_log_ratio(x).detach() * (x.causal & x.valid[..., None])).abs().amax()
+
+
+def head_entropies(sums: LossSums) -> tuple[Float[Tensor, " 9"], Float[Tensor, " 9"]]:
     """Mean normalized entropy of each head over the steps that used it with a choice, and their number.
 
     The last number is for all heads but op together: what an operation is done with. A head with one value has no
     entropy: it says nothing about exploration.
     """
-    used = _used(x) & x.choice
-    sums, steps = _per_head(x.entropy.detach().masked_fill(~used, 0.0)).sum(0), _per_head(used).sum(0)
-    sums, steps = (torch.cat((values, values[: Head.OP].sum(0, keepdim=True))) for values in (sums, steps))
-    return sums / steps.clamp_min(1), steps.to(x.entropy.dtype)
+    return sums.choices / sums.choice_steps.clamp_min(1), sums.choice_steps
+
+
+def packed(sums: LossSums) -> Float[Tensor, " K"]:
+    """All sums in one vector."""
+    return torch.cat([x.reshape(-1) for x in vars(sums).values()])
+
+
+def unpacked(vector: Float[Tensor, " K"]) -> LossSums:
+    """The sums in a vector of `packed`."""
+    parts = vector.split([shape.numel() for shape in _SHAPES.values()])
+    return LossSums(**{name: part.view(shape) for (name, shape), part in zip(_SHAPES.items(), parts, strict=True)})
+
+
+_SHAPES = {name: x.shape for name, x in vars(blank(LossSums, {}, torch.device("cpu"))).items()}
+NUM_SUMS = sum(shape.numel() for shape in _SHAPES.values())
+"""K."""
 
 
 @tensor_dataclass
@@ -166,12 +220,15 @@ def _used(x: LossInputs) -> Tensor:
     return x.causal & (x.valid & ~x.forced)[..., None]
 
 
-def _per_head(values: Tensor) -> Tensor:
-    """`[*R, 8]` as `[steps, 8]`."""
-    return values.reshape(-1, values.shape[-1])
+def _open(x: LossInputs) -> Tensor:
+    return x.available & (x.valid & ~x.forced)[..., None]
 
 
-def _mean_per_head(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the masked steps, `[8]`."""
-    count = _per_head(mask).sum(dim=0).clamp_min(1)
-    return _per_head(values.masked_fill(~mask, 0.0)).sum(dim=0) / count
+def _sum_per_head(values: Tensor, mask: Tensor) -> Tensor:
+    """Sums over the masked steps, [8]."""
+    return values.masked_fill(~mask, 0.0).reshape(-1, values.shape[-1]).sum(dim=0)
+
+
+def _count_per_head(mask: Tensor, like: Tensor) -> Tensor:
+    """Numbers of the masked steps, [8]."""
+    return mask.reshape(-1, mask.shape[-1]).sum(dim=0).to(like.dtype)

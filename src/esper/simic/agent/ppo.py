@@ -20,6 +20,7 @@ from torch import Tensor
 from esper.leyline.errors import TrainingError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
+from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.advantages import (
     NormalizedAdvantages,
@@ -31,13 +32,17 @@ from esper.simic.agent.advantages import (
     scale_rewards,
 )
 from esper.simic.agent.losses import (
-    Losses,
+    NUM_SUMS,
     LossInputs,
+    LossSums,
     LossWeights,
-    RatioStatistics,
     head_entropies,
+    largest_change,
+    loss_sums,
+    packed,
     ppo_losses,
     ratio_statistics,
+    unpacked,
 )
 from esper.simic.agent.ppo_config import PPOConfig as PPOConfig
 from esper.simic.agent.ppo_config import (
@@ -129,11 +134,13 @@ def update_row(
     lr: float,
     inverse_temperature: Float[Tensor, ""],
     selectable: Bool[Tensor, " B"],
+    ranks: Ranks,
 ) -> Float[Tensor, " M"]:
     """Metrics known before the first minibatch; values and returns are scaled, advantages not normalized."""
     valid = rollout.valid
-    values, returns = masked_moments(rollout.values, valid), masked_moments(rollout.returns, valid)
-    unexplained = masked_moments(rollout.returns - rollout.values, valid).var
+    values, returns = (masked_moments(x, valid, ranks) for x in (rollout.values, rollout.returns))
+    unexplained = masked_moments(rollout.returns - rollout.values, valid, ranks).var
+    legal = check_stored_actions(rollout.actions, rollout.legal, rollout.has_gate, selectable)
     explained = 1.0 - unexplained / returns.var
     explainable = returns.var >= MIN_EXPLAINABLE_VARIANCE
     return metric_row(
@@ -143,7 +150,7 @@ def update_row(
             "vf_coef": weights.value,
             "floor_scale": weights.floor,
             "inverse_temperature": inverse_temperature,
-            "forced_share": (rollout.forced & valid).sum() / valid.sum(),
+            "forced_share": ranks.sum((rollout.forced & valid).to(torch.float64), 2) / values.count,
             "explained_variance": torch.where(explainable, explained, torch.nan),
             "value_mean": values.mean,
             "value_std": values.var.sqrt(),
@@ -153,22 +160,18 @@ def update_row(
             "advantage_mean": normalized.mean,
             "advantage_std": normalized.std,
             "advantage_std_floored": normalized.floored,
-            "actions_outside_mask": ~check_stored_actions(rollout.actions, rollout.legal, rollout.has_gate, selectable),
+            "actions_outside_mask": ranks.largest((~legal).to(torch.float32)),
         }
     )
 
 
-def health_row(hidden: Hidden) -> Float[Tensor, " M"]:
+def health_row(hidden: Hidden, ranks: Ranks) -> Float[Tensor, " M"]:
     """Root mean square and largest magnitude of the recurrent state."""
-    h, c = hidden.h.detach(), hidden.c.detach()
-    return metric_row(
-        {
-            "hidden_rms": h.square().mean().sqrt(),
-            "hidden_max": h.abs().amax(),
-            "cell_rms": c.square().mean().sqrt(),
-            "cell_max": c.abs().amax(),
-        }
-    )
+    states = torch.stack((hidden.h, hidden.c), dim=-1).detach().transpose(0, 1)  # [N, L, H, 2]
+    squares = ranks.sum(states.square(), 3) / (states[0, ..., 0].numel() * ranks.num_envs)
+    largest = ranks.largest(states.abs().amax(dim=(0, 1, 2)))
+    names = ("hidden_rms", "cell_rms", "hidden_max", "cell_max")
+    return metric_row(dict(zip(names, torch.cat((squares.sqrt(), largest)), strict=True)))
 
 
 def epoch_row(
@@ -185,31 +188,26 @@ def epoch_row(
 
 
 def minibatch_row(
-    x: LossInputs,
-    losses: Losses,
-    ratios: RatioStatistics,
-    grad_norm: Float[Tensor, ""],
+    sums: LossSums,
+    numbers: Mapping[str, Tensor],
     *,
-    first: bool,
+    clip_fraction: Float[Tensor, ""],
     ran: Bool[Tensor, ""],
     finite_logits: Bool[Tensor, ""],
     finite: Bool[Tensor, ""],
     takes: Bool[Tensor, ""],
+    change: Float[Tensor, ""] | None,
 ) -> Float[Tensor, " M"]:
     """Metrics of a minibatch; NaN except for the counts if it took no optimizer step.
 
-    In the `first` one of an update the policy is still the one that acted, so what differs are stored probabilities.
+    `numbers` are the terms of the loss and the norm of its gradient. `change` is that of the log-probabilities in the
+    first minibatch of an update: the policy is still the one that acted, so what differs are stored probabilities.
     """
-    entropies, steps = head_entropies(x)
-    numbers = {
-        "evaluated_steps": x.valid.sum(),
-        "policy_loss": losses.policy,
-        "value_loss": losses.value,
-        "entropy_loss": losses.entropy,
-        "floor_loss": losses.floor,
-        "total_loss": losses.total,
-        "grad_norm": grad_norm,
-        "clip_fraction": ratios.clip_fraction,
+    entropies, steps = head_entropies(sums)
+    of_step = {
+        "evaluated_steps": sums.valid,
+        **numbers,
+        "clip_fraction": clip_fraction,
         **{f"steps_{name}": count for name, count in zip(ENTROPIES, steps.unbind(0), strict=True)},
         **{f"entropy_{name}": mean for name, mean in zip(ENTROPIES, entropies.unbind(0), strict=True)},
     }
@@ -220,9 +218,9 @@ def minibatch_row(
             "nonfinite_logits": ran & ~finite_logits,
             "optimizer_steps": takes,
         }
-        | ({"stored_log_prob_error": ratios.largest_change} if first else {})
+        | ({} if change is None else {"stored_log_prob_error": change})
     )
-    return torch.where(counts.isnan(), torch.where(takes, metric_row(numbers), torch.nan), counts)
+    return torch.where(counts.isnan(), torch.where(takes, metric_row(of_step), torch.nan), counts)
 
 
 KL_STOP_FACTOR = 1.5
@@ -284,31 +282,33 @@ def run_ppo_updates(
     run_seed: int,
     hidden: Hidden | None = None,
     read: Read = Tensor.tolist,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Learn from a full buffer, update the statistics, empty the buffer; metrics by name.
 
     `update_index` keys the order of minibatches. `hidden` is the recurrent state after the rollout, for its metrics.
-    `read` is called once, after all work is queued on the device. Raises TrainingError after three updates in a row
-    without a finite minibatch.
+    `read` is called once, after all work is queued on the device. With `ranks` the buffer has the hosts of one of them,
+    and all learn from the hosts of all. Raises TrainingError after three updates in a row without a finite minibatch.
     """
+    ranks = ranks or Ranks(buffer.num_envs)
     slabs = buffer.slabs
-    rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.group_size)
+    rewards_NT = _paired(slabs, config.group_size, ranks)
     accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
-    return_moments = masked_moments(accumulated_NT, slabs.valid)
+    return_moments = masked_moments(accumulated_NT, slabs.valid, ranks)
     scale = agent.returns.scale_with(return_moments)
     buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))
-    normalized = buffer.normalize_advantages(config.advantage_std_floor)
+    normalized = buffer.normalize_advantages(config.advantage_std_floor, ranks)
 
     weights = loss_weights(agent, config, slabs.rewards.device)
     lr = learning_rate(config, agent.schedule_position, agent.total_updates)
     beta = agent.network.inverse_temperature.clone()
-    rows = [update_row(slabs, normalized, scale, weights, lr, beta, agent.selectable)]
+    rows = [update_row(slabs, normalized, scale, weights, lr, beta, agent.selectable, ranks)]
     if hidden is not None:
-        rows.append(health_row(hidden))
-    rows += _run_epochs(agent, buffer, config, weights, lr, update_index=update_index, run_seed=run_seed)
+        rows.append(health_row(hidden, ranks))
+    rows += _run_epochs(agent, buffer, config, weights, lr, ranks, update_index=update_index, run_seed=run_seed)
 
     agent.returns.update(return_moments)
-    agent.observations.update(slabs.raw_states, slabs.valid)
+    agent.observations.update(slabs.raw_states, slabs.valid, ranks)
     metrics = aggregate_ppo_metrics(rows, read)
     agent.schedule_position += int(metrics["optimizer_steps"] > 0)
     agent.network.inverse_temperature.fill_(inverse_temperature(config, agent.schedule_position, agent.total_updates))
@@ -321,6 +321,14 @@ def run_ppo_updates(
             "the rewards."
         )
     return metrics
+
+
+def _paired(slabs: SequenceBatch, group_size: int, ranks: Ranks) -> Float[Tensor, "N T"]:
+    """`paired_rewards` of the hosts of this rank; their copies may be on others."""
+    if group_size == 1:
+        return slabs.rewards
+    everywhere = paired_rewards(ranks.all_hosts(slabs.rewards), ranks.all_hosts(slabs.valid), group_size)
+    return everywhere[ranks.hosts.start : ranks.hosts.stop]
 
 
 def _why(metrics: Mapping[str, float]) -> str:
@@ -344,8 +352,6 @@ def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> Lo
         value=scalar(value_coefficient(config, position)),
         entropy=scalar(entropy_coefficient(config, position, total)),
         floor=scalar(floor_scale(position, total)),
-        clip=config.clip_coef,
-        forced_value=config.forced_value_weight,
     )
 
 
@@ -376,23 +382,25 @@ def _run_epochs(
     config: PPOConfig,
     weights: LossWeights,
     lr: float,
+    ranks: Ranks,
     *,
     update_index: int,
     run_seed: int,
 ) -> list[Tensor]:
     """All passes over the buffer; metric rows in the order of time."""
-    device = buffer.slabs.valid.device
-    groups = min(config.num_minibatches, buffer.num_envs)
-    epochs = torch.arange(1, config.update_epochs + 1, device=device)
+    device, num_envs = buffer.slabs.valid.device, ranks.num_envs
+    groups = min(config.num_minibatches, num_envs)
+    epochs = torch.arange(1, config.update_epochs + 1)  # on the CPU: each rank picks its hosts
     order_KN = permutation(
-        run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), buffer.num_envs, episode=update_index, t=epochs
+        run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), num_envs, episode=update_index, t=epochs
     )
     stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
-    for epoch, order_N in zip(epochs.unbind(0), order_KN.unbind(0), strict=True):
+    for epoch, order_N in zip(epochs.to(device).unbind(0), order_KN.unbind(0), strict=True):
         results = list[MinibatchResult]()
         for hosts in order_N.tensor_split(groups):
-            batch, first = buffer.sequences(hosts), not rows and not results
-            results.append(_train_minibatch(agent, batch, config, weights, lr, stopped, first=first))
+            batches = [buffer.sequences(part.to(device)) if len(part) else None for part in ranks.split(hosts)]
+            first = not rows and not results
+            results.append(_train_minibatch(agent, batches, config, weights, lr, stopped, ranks, first=first))
             agent.optimizer = results[-1].optimizer
         weight = torch.stack([result.kl_weight for result in results]).sum()
         kl = torch.stack([result.kl_sum for result in results]).sum() / weight
@@ -405,22 +413,48 @@ def _run_epochs(
 
 def _train_minibatch(
     agent: PPOAgent,
-    batch: SequenceBatch,
+    batches: Sequence[SequenceBatch | None],
     config: PPOConfig,
     weights: LossWeights,
     lr: float,
     stopped: Bool[Tensor, ""],
+    ranks: Ranks,
     *,
     first: bool,
 ) -> MinibatchResult:
-    """Loss, gradient and a masked optimizer step."""
-    parameters = list(agent.network.parameters())
-    x, finite_logits = evaluate_minibatch(agent, batch)
-    losses = ppo_losses(x, weights)
-    gradient = flatten(torch.autograd.grad(losses.total, parameters))
+    """Loss, gradient and a masked optimizer step, from the rows of the hosts of each own block.
+
+    The loss depends on the hosts by sums alone. So each block gives its sums S_b, the sums S over all ranks give the
+    loss, and the gradient is the sum over the blocks of dS_b/dtheta * dL/dS.
+    """
+    parameters, changes = list(agent.network.parameters()), [torch.zeros((), device=stopped.device)]
+    own: list[Tensor | None] = []
+    for batch in batches:
+        if batch is None:
+            own.append(None)
+            continue
+        x, finite_logits = evaluate_minibatch(agent, batch)
+        sums = packed(loss_sums(x, config.clip_coef, config.forced_value_weight))
+        own.append(torch.cat((sums, (~finite_logits).to(sums.dtype)[None])))
+        changes += [largest_change(x)] * first
+    nothing = torch.zeros(NUM_SUMS + 1, device=stopped.device)
+    found = ranks.total([nothing if x is None else x.detach() for x in own])
+    everything = found[:-1].requires_grad_()
+    sums = unpacked(everything)
+    losses = ppo_losses(sums, weights)
+    (slope,) = torch.autograd.grad(losses.total, everything)
+    slope = torch.cat((slope, slope.new_zeros(1)))
+    gradient = ranks.total(
+        [
+            torch.zeros_like(agent.optimizer.exp_avg)
+            if x is None
+            else flatten(torch.autograd.grad(x, parameters, slope))
+            for x in own
+        ]
+    )
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     finite = losses.total.detach().isfinite() & norm.isfinite()
-    takes = finite & ~stopped & batch.valid.any()
+    takes = finite & ~stopped & (sums.valid > 0)
     difference, optimizer = adam_step(
         clip_by_norm(gradient, norm, config.max_grad_norm),
         agent.optimizer,
@@ -430,20 +464,19 @@ def _train_minibatch(
         eps=config.adam_eps,
     )
     subtract_(parameters, difference)
-    statistics = ratio_statistics(x, config.clip_coef)
-    steps = batch.valid.sum(dtype=torch.float64)
+    statistics = ratio_statistics(sums)
+    steps = sums.valid.to(torch.float64)
     return MinibatchResult(
         optimizer=optimizer,
         metrics=minibatch_row(
-            x,
-            losses,
-            statistics,
-            norm,
-            first=first,
+            sums,
+            {**{f"{name}_loss": x for name, x in vars(losses).items()}, "grad_norm": norm},
+            clip_fraction=statistics.clip_fraction,
             ran=~stopped,
-            finite_logits=finite_logits,
+            finite_logits=found[-1] == 0,
             finite=finite,
             takes=takes,
+            change=ranks.largest(torch.stack(changes).amax()) if first else None,
         ),
         kl_sum=torch.where(takes, statistics.approx_kl * steps, 0.0),
         kl_weight=torch.where(takes, steps, 0.0),

@@ -22,6 +22,7 @@ from torch import Tensor
 from esper.leyline.errors import nearest
 from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_OPS, LifecycleOp
 from esper.leyline.messages import Hidden
+from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import (
     below,
     blank,
@@ -276,13 +277,13 @@ class TamiyoRolloutBuffer:
         self._normalized = False
         return s.advantages, s.returns
 
-    def normalize_advantages(self, std_floor: float = 0.1) -> NormalizedAdvantages:
-        """Normalize the stored advantages over all valid steps; raises RuntimeError the second time."""
+    def normalize_advantages(self, std_floor: float = 0.1, ranks: Ranks | None = None) -> NormalizedAdvantages:
+        """Normalize the stored advantages over all valid steps of all ranks; raises RuntimeError the second time."""
         if self._normalized:
             raise RuntimeError(
                 "the advantages are normalized already; call compute_advantages_and_returns() to get fresh ones."
             )
-        normalized = normalize_advantages(self.slabs.advantages, self.slabs.valid, std_floor)
+        normalized = normalize_advantages(self.slabs.advantages, self.slabs.valid, std_floor, ranks)
         self.slabs.advantages.copy_(normalized.advantages)
         self._normalized = True
         return normalized

@@ -161,7 +161,8 @@ class Run:
 
         with in_process(self.task):
             config = self.resolved(given({}, rounds=rounds))
-            summary = runner.resume(config, self.directory, console(progress))
+            with runner.ranks_of_job(config):
+                summary = runner.resume(config, self.directory, console(progress))
         require_finished(summary, self.directory, task=self.task is not None)
         return self
 
@@ -233,8 +234,9 @@ def train(
     values["task"] = task if isinstance(task, str) else spec.name
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
-        path = free_folder(config, config.preset) if out is None else folder(out)
-        summary = runner.start(config, path, console(progress))
+        with runner.ranks_of_job(config) as group:
+            path = group.of_first(lambda: free_folder(config, config.preset) if out is None else folder(out))
+            summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
     return Run(path, None if isinstance(task, str) else spec, trust=True)
 

@@ -16,7 +16,7 @@ import tyro
 import esper
 from esper.cli.evaluate import Evaluate, Search, evaluate, search
 from esper.cli.grow import Export, Grow, export, grow
-from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, names_first
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_first
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Serve, serve
 from esper.cli.train import Tasks, Train, tasks, train
@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     given = sys.argv[1:] if arguments is None else arguments
+    given_arguments[:] = given
     if given[:1] == ["--version"]:
         print(f"esper {esper.__version__}")
         return 0
@@ -60,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
             config = (tyro.conf.DisallowNone,)
             return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
     except EsperError as error:
+        if getattr(error, "is_printed", os.environ.get("LOCAL_RANK", "0") != "0"):  # by another rank
+            return EXIT_ERROR
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
     except BrokenPipeError:  # `esper --help | head`; else flushing the rest would fail at exit

@@ -13,6 +13,8 @@ from esper.leyline.errors import ConfigError
 
 EXIT_ERROR = 2
 EXIT_STOPPED = 130
+given_arguments: list[str] = []
+"""The command line, for a command that runs itself again in other processes."""
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from esper.cli.options import (
     Number,
     Plugins,
     Text,
+    given_arguments,
     joined,
     overrides,
     placeholder,
@@ -64,8 +65,8 @@ class Train:
     """Folder of the data files. ($ESPER_DATA)"""
     executor: Text = None
     """How hosts are run: streamed (one by one), fused (all at once), native (C++ on a CPU) or auto. (auto)"""
-    workers: Number = None
-    """Processes that share the hosts on a CPU. (set by the preset)"""
+    ranks: Number = None
+    """Processes of this machine that share the hosts, as torchrun starts them on many. (1)"""
     compile: Text = None
     """Use torch.compile for policy and reward: off, on or auto, which is on for CUDA. (auto)"""
     amp: Text = None
@@ -98,9 +99,12 @@ def train(command: Train) -> int:
     from esper.runs.training import runner
 
     console = RunConsole()
+    if command.ranks is not None and command.ranks != 1:
+        return _in_ranks(command, command.ranks)
     if command.resume is not None:
         path, config = command.resume, _continued(command, command.resume)
-        summary = runner.resume(config, path, console)
+        with runner.ranks_of_job(config) as group:
+            summary = runner.resume(config, path, console)
     elif len(command.task) > 1:
         return _train_mixture(command, console)
     else:
@@ -108,15 +112,42 @@ def train(command: Train) -> int:
         if command.architecture is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        path = command.out or free_folder(config, config.preset)
-        summary = runner.start(config, path, console)
+        with runner.ranks_of_job(config) as group:
+            path = group.of_first(lambda: command.out or free_folder(config, config.preset))
+            summary = runner.start(config, path, console)
     if summary is None:
         console.say(runner.stopped(path))
         return EXIT_STOPPED
+    if not group.is_first:
+        return 0
     if not config.architecture:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
         _say_against_best_schedule(config, path, console)
     return 0
+
+
+def _in_ranks(command: Train, ranks: int) -> int:
+    """The same command in several processes; what is wrong with it is known before they start."""
+    from esper.cli.launch import in_ranks
+    from esper.leyline.ranks import Group, Ranks
+    from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
+    from esper.telemetry.run_directory import require_free
+
+    if len(command.task) > 1:
+        raise ConfigError("several tasks train one policy in one process; leave --ranks out, or give one task.")
+    arguments = [word for word in given_arguments if not word.startswith("--ranks")]
+    if len(arguments) == len(given_arguments) - 1 and "--ranks" in given_arguments:
+        del arguments[given_arguments.index("--ranks")]  # its value
+    if command.resume is not None:
+        config = _continued(command, command.resume)
+    else:
+        config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
+        require_free(path := command.out or free_folder(config, config.preset))
+        arguments += [] if command.out else ["--out", str(path)]
+    blocks = min(config.blocks or ranks, config.num_envs)
+    Ranks(config.num_envs, blocks, Group(size=ranks))
+    return in_ranks(ranks, arguments)
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:

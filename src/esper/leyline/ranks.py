@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, EsperError, RankError
+from esper.leyline.errors import ConfigError, RankError
 
 T = TypeVar("T")
 SMALL = 4096
@@ -185,10 +185,9 @@ class Group:
         if self.store.check([_FAILURE]):
             raise RankError(self.store.get(_FAILURE).decode())
 
-    def say_goodbye(self, error: EsperError) -> bool:
+    def say_goodbye(self, error: Exception) -> bool:
         """Tell the others why this rank ends, and wait for them a little; returns whether this rank prints it."""
-        failed = isinstance(error, RankError)  # known from another rank, or about one
-        if not failed:
+        if not self.store.check([_FAILURE]):
             own = "" if self.is_first else f"rank {self.rank} on {socket.gethostname()}: "
             self.store.set(_FAILURE, own + " ".join(str(error).split()))
         self.store.set(f"gone/{self.rank}", "1")
@@ -222,6 +221,16 @@ def is_launched() -> bool:
     return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
 
 
+def is_restarted() -> bool:
+    """Whether torchrun started the ranks of this job again, after one of them had ended."""
+    return not group().alone and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def local_ranks() -> int:
+    """How many ranks share this machine."""
+    return 1 if group().alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def joined(timeout: float = 600.0) -> Iterator[Group]:
     """Join the other processes of a job that torchrun started; alone without one. Nested calls give the same group.
@@ -252,6 +261,9 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
     _joined.append(found)
     try:
         yield found
+    except Exception as error:
+        error.is_printed = not found.say_goodbye(error)  # type: ignore[attr-defined]
+        raise
     finally:
         _joined.remove(found)
         dist.destroy_process_group()

@@ -763,7 +763,7 @@ class Growth:
 
     def _key(self) -> dict[str, Any]:
         """What decides the outcome, as JSON values."""
-        free = {"device", "threads", "workers", "data_dir", "executor"}
+        free = {"device", "threads", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
         key = {"settings": settings, "budget": asdict(self.budget), "seed": self.seed, "steps": self._fixed,
                "method": self._asked, "keep": self._keep, "data": dict(self._dataset.identity)}  # fmt: skip

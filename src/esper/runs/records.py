@@ -125,7 +125,7 @@ class Records:
         if not self._round:
             return {}
         steps, self._round = self._round, []
-        return self._directory.write_parts(self._rows(steps), steps[0].episode + 1, steps[0].t)
+        return self._directory.write_parts(self._rows(steps), steps[0].episode + 1, steps[0].t, self._spec.host_offset)
 
     def write_events(self, lines: Iterable[events.Event]) -> None:
         """Record other events, after the steps so far."""

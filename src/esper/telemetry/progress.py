@@ -47,7 +47,17 @@ _LEARNER = {
 
 
 class RunConsole(Console):
-    """A console that goes silent when its pipe is closed (`esper ... | head`), instead of ending the process."""
+    """A console that goes silent when its pipe is closed (`esper ... | head`), instead of ending the process.
+
+    Of several ranks the first one prints: on the others `silent` is true.
+    """
+
+    silent = False
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 -- as in rich
+        """Print, on the first rank."""
+        if not RunConsole.silent:
+            super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         """Drop all further output."""

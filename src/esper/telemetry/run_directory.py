@@ -30,7 +30,15 @@ import tomli_w
 from esper.leyline.errors import RunDirectoryError, command, in_shell, option
 from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
 from esper.telemetry.record.schema import STORED
-from esper.telemetry.record.writer import Rows, number_of, part_of, quoted, write_part
+from esper.telemetry.record.writer import (
+    Rows,
+    key_of_part,
+    merge_parts,
+    number_of,
+    part_of,
+    quoted,
+    write_part,
+)
 
 if TYPE_CHECKING:
     import duckdb
@@ -81,6 +89,7 @@ class RunDirectory:
     def __init__(self, path: Path, names: Iterable[str]) -> None:
         self.path, self._folder = path, path.stat()
         self._files: dict[str, TextIO] = {}
+        self._unsent: list[Mapping[str, object]] = []
         self._unsynced: set[Path] = set()
         self._database: duckdb.DuckDBPyConnection | None = None
         for name in names:
@@ -126,6 +135,11 @@ class RunDirectory:
         return _translated(path, cls, path, _RECORD_FILES)
 
     @classmethod
+    def share(cls, path: Path) -> "RunDirectory":
+        """An existing directory for another rank than the first: it writes parts, and its events wait to be sent."""
+        return _translated(path, cls, path, ())
+
+    @classmethod
     def reopen(cls, path: Path) -> "RunDirectory":
         """Open an existing directory; `rewind` must follow. Changes no file.
 
@@ -150,6 +164,8 @@ class RunDirectory:
             record.mkdir(exist_ok=True)
             for part in filter(lambda part: number_of(part) > rounds or is_draft(part), list(record.iterdir())):
                 remove(part)
+            for kind in STORED:
+                merge_parts(record, kind, rounds)
             for name in _RECORD_FILES:
                 if name not in self._files:
                     self._open(name)
@@ -169,17 +185,23 @@ class RunDirectory:
         for file in self._files.values():
             _translated(self.path, file.flush)
 
-    def write_parts(self, kinds: Iterable[Rows], number: int, first: int) -> dict[str, str]:
-        """Write the rows of round `number` from step `first` on; returns the SHA-256 of each part by its kind."""
+    def write_parts(self, kinds: Iterable[Rows], number: int, first: int, host: int = 0) -> dict[str, str]:
+        """Write the rows of round `number` from step `first` on, of the hosts of a rank that begin with `host`.
+
+        Returns:
+            The SHA-256 of each part by `key_of_part`.
+        """
         import duckdb  # takes a tenth of a second
 
         self._require_there()
         folder = self.path / RECORD
-        self._unsynced |= {part_of(folder, kind, number) for kind in STORED}
+        self._unsynced |= {part_of(folder, kind, number, host) for kind in STORED}
         self._database = self._database or duckdb.connect(":memory:", config={"threads": 1})
         try:
             return {
-                rows.kind: _translated(self.path, write_part, folder, rows, number, first, self._database)
+                key_of_part(rows.kind, host): _translated(
+                    self.path, write_part, folder, rows, number, first, self._database, host
+                )
                 for rows in kinds
             }
         except duckdb.Error as error:
@@ -187,7 +209,15 @@ class RunDirectory:
 
     def write_events(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Write lines of events.jsonl."""
-        self._write(EVENTS, lines)
+        if EVENTS in self._files:
+            self._write(EVENTS, lines)
+        else:
+            self._unsent += lines
+
+    def take_unsent(self) -> list[Mapping[str, object]]:
+        """The events of another rank than the first since the last call."""
+        taken, self._unsent = self._unsent, []
+        return taken
 
     def _require_there(self) -> None:
         """Raise RunDirectoryError if the path is no longer the folder that was opened."""

@@ -1,7 +1,7 @@
 """Builds an engine from a task."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +23,6 @@ from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 
 
-def _nothing() -> None:
-    """Nothing to import for built-in tasks."""
-
-
 def load_dataset(task: TaskSpec, run_seed: int, device: torch.device, data_dir: Path | None) -> Dataset | None:
     """The task's data on the device; None for a scripted task. Raises DataError where files are missing or broken."""
     return None if task.load is None else task.load(data_dir, run_seed).to(device)
@@ -39,7 +35,6 @@ def build_engine(
     device: torch.device,
     *,
     on_step: StepListener | None = None,
-    prepare: Callable[[], None] = _nothing,
     lr_factors: Sequence[float] | None = None,
 ) -> VectorizedEngine:
     """An engine for N hosts of `task`, with its data set from `load_dataset`.
@@ -47,16 +42,14 @@ def build_engine(
     `lr_factors` [N] multiply the learning rates of each host and its seeds, besides the schedule and the factor of a
     host's instance. They are not part of a checkpoint: whoever restores one builds the engine with the same.
 
-    The engine's `config` names the executor, number of workers and precision in use; for scripted tasks the executor
-    stays as configured. Worker processes call `prepare` first, to import the modules that register tasks and
-    blueprints; it must be importable there.
+    The engine's `config` names the executor and precision in use; for scripted tasks the executor stays as configured.
 
     Raises:
         ConfigError: the executor, the schedule or `lr_factors` do not fit the task or the hosts.
     """
     config = replace(config, amp=chosen_amp(config.amp, device))
     factors = None if lr_factors is None else _factors(lr_factors, config, task)
-    executor, config = _executor(config, task, dataset, device, prepare, factors)
+    executor, config = _executor(config, task, dataset, device, factors)
     rules = config.lifecycle
     # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
@@ -111,12 +104,7 @@ def _factors(given: Sequence[float], config: EngineConfig, task: TaskSpec) -> Te
 
 
 def _executor(
-    config: EngineConfig,
-    task: TaskSpec,
-    dataset: Dataset | None,
-    device: torch.device,
-    prepare: Callable[[], None],
-    lr_factors: Tensor | None,
+    config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device, lr_factors: Tensor | None
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names it."""
     if task.script is not None:
@@ -128,40 +116,10 @@ def _executor(
             device=device,
             host_ids=host_numbers(config.num_envs, config.host_offset, config.distinct_hosts, device),
         )
-        return scripted, replace(config, workers=1)
+        return scripted, config
     assert dataset is not None
-    workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
-    executor, taken = network_executor(replace(config, workers=workers), task, dataset, device, lr_factors)
+    executor, taken = network_executor(config, task, dataset, device, lr_factors)
     for index, reason in executor.population.left_out.items():
         name = registry.blueprint_at(index, task.family).name
         warnings.warn(f"blueprint {name!r} is not grown in this run, because it does not fit {reason}", stacklevel=2)
-    if taken == "native" and not executor.refused:
-        return executor, replace(config, executor=taken, workers=workers)  # as threads
-    if workers > 1:
-        return _sharded(replace(config, executor=taken), task, dataset, workers, prepare, lr_factors)
-    return executor, replace(config, executor=taken, workers=1)
-
-
-def _sharded(
-    config: EngineConfig,
-    task: TaskSpec,
-    dataset: Dataset,
-    workers: int,
-    prepare: Callable[[], None],
-    lr_factors: Tensor | None,
-) -> tuple[Executor, EngineConfig]:
-    """The hosts shared by this process and `workers - 1` others, each with as many threads as this one."""
-    from esper.tolaria.executors.sharded import ShardedExecutor, ShardRunner, bounds, shard_of
-
-    parts = bounds(config.num_envs, workers)
-    configs = [
-        replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
-    ]
-    of_parts = [None if lr_factors is None else lr_factors[begin:end].clone() for begin, end in parts]
-    own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"), of_parts[0])
-    shards = [
-        shard_of(replace(part, executor=taken), task, dataset, factors)
-        for part, factors in zip(configs[1:], of_parts[1:], strict=True)
-    ]
-    executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
-    return executor, replace(config, executor=taken, workers=workers)
+    return executor, replace(config, executor=taken)

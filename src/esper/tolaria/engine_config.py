@@ -32,7 +32,7 @@ class EngineConfig:
 
     Attributes:
         run_seed: key of every random draw.
-        num_envs: N. host_offset: global number of the first host of this process.
+        num_envs: N, hosts of this process. host_offset: global number of the first of them.
         distinct_hosts: how many hosts differ, others are their copies (`leyline.protocols.host_numbers`); None: all.
         episode_length: E, control steps per episode. schedule_begin: steps after which the schedule of the learning
             rates begins, to end with the episode.
@@ -41,10 +41,8 @@ class EngineConfig:
             no limit. A host is stopped before the step that it cannot pay, but never before its first.
         time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").
         executor: "streamed" runs the hosts one after another, bit for bit as if each were alone; "fused" all at once,
-            equal up to rounding; "native" by compiled C++ on a CPU, one after another, equal up to rounding; "auto"
-            chooses, see `executors.choice`.
-        workers: how many share the hosts of a CPU: threads where all hosts run natively, else processes, this one
-            included. Scripted hosts and hosts on a GPU stay in one process.
+            equal up to rounding; "native" by compiled C++ on a CPU, shared by the threads of its cores, equal up to
+            rounding; "auto" chooses, see `executors.choice`.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
             that supports it.
     """
@@ -60,7 +58,6 @@ class EngineConfig:
     amp: AmpMode = "off"
     host_offset: AtLeast0 = 0
     distinct_hosts: AtLeast1 | None = None
-    workers: Annotated[int, Field(ge=1, le=1024)] = 1
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
 

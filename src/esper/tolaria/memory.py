@@ -1,7 +1,7 @@
 """Memory that N hosts will need, predicted before it is allocated, and how long a batch of one takes.
 
     part         what                                                             grows with
-    process      interpreter, libraries and data, as much as this process holds   workers
+    process      interpreter, libraries and data, as much as this process holds   -
     host         weights, optimizer, snapshots, working copies, batches, order    N
     pass         activations of a training batch, or of a chunk of coalitions     hosts that run at once
 
@@ -34,7 +34,7 @@ from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
 from esper.tolaria.executors.training import begin_hosts, begin_training
-from esper.tolaria.runtime import host_read
+from esper.tolaria.runtime import host_read, usable_cores
 
 _DRAWN = 5
 """Most memory while random numbers of an order are drawn and sorted, in multiples of the order."""
@@ -52,7 +52,7 @@ class MemoryPrediction:
     Attributes:
         process: of a process without hosts, which this one holds already. host: of each host.
         at_once: of one host while it is trained or measured.
-        together: whether all hosts run at once. processes, threads: how many share the hosts.
+        together: whether all hosts run at once. threads: how many share the hosts.
         batch_seconds: of a training batch of one host, without seeds.
     """
 
@@ -60,14 +60,13 @@ class MemoryPrediction:
     host: int
     at_once: int
     together: bool
-    processes: int
     threads: int
     batch_seconds: float = 0.0
 
     def total(self, num_envs: int) -> int:
-        """Of a run with N hosts, in all its processes."""
-        running = num_envs if self.together else min(num_envs, self.processes * self.threads)
-        return min(self.processes, num_envs) * self.process + num_envs * self.host + running * self.at_once
+        """Of a process with N hosts."""
+        running = num_envs if self.together else min(num_envs, self.threads)
+        return self.process + num_envs * self.host + running * self.at_once
 
     def most_hosts(self, available: int) -> int:
         """The largest N whose run fits, 0 if none does; `available` bytes besides what this process holds already."""
@@ -108,14 +107,13 @@ def predict(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
-        single = replace(config, num_envs=1, workers=1)
+        single = replace(config, num_envs=1)
         one, taken = network_executor(single, replace(task, batches_per_step=1), dataset, device)
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)
     native = taken == "native"
-    workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
-    threads = workers if native and not one.refused else 1
+    threads = min(usable_cores(), config.num_envs) if native and not one.refused else 1
     working = one.working_bytes()
     host = _host_bytes(one.data, structure, batches=not native) + others
     at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
@@ -131,7 +129,6 @@ def predict(
         host=host,
         at_once=at_once,
         together=taken == "fused",
-        processes=workers // threads,
         threads=threads,
         batch_seconds=batch_seconds,
     )

@@ -9,12 +9,14 @@ A *host read* makes Python wait for the contents of a tensor. Intended ones pass
 
 import ctypes
 import math
+import os
 import re
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import groupby
+from itertools import local_ranksby
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.ranks import local_ranks
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -29,14 +32,8 @@ _reads = 0
 
 
 def reads_so_far() -> int:
-    """Intended reads of this process and its workers since it started."""
+    """Intended reads of this process since it started."""
     return _reads
-
-
-def note_reads(number: int) -> None:
-    """Count `number` intended reads of this process or of a worker."""
-    global _reads
-    _reads += number
 
 
 class _Place(NamedTuple):
@@ -92,7 +89,8 @@ def start_read(*tensors: Tensor) -> PendingRead:
     """
     devices = {t.device for t in tensors}
     assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
-    note_reads(1)
+    global _reads
+    _reads += 1
     order, places = _packing(*((t.dtype, t.shape) for t in tensors))
     by_type = [
         torch.cat([tensor.reshape(-1) for tensor in group])
@@ -202,6 +200,24 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError(f"device is {name!r} but this machine has cuda:0 to cuda:{count - 1}; use one of these.")
     return torch.device("cuda", index)
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, the quota of its control groups, and OMP_NUM_THREADS.
+
+    Ranks on one machine share its cores.
+    """
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    path = own.read_text(encoding="utf-8").rpartition("::/")[2].strip() if own.is_file() else ""
+    for place in (groups / path, *(groups / path).parents):
+        files = (place / "cpu.max", place / "cpu/cpu.cfs_quota_us", place / "cpu/cpu.cfs_period_us")  # version 2, or 1
+        numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split()
+        if numbers and numbers[0].isdecimal():  # neither "max" nor -1
+            cores = min(cores, int(numbers[0]) / int(numbers[1]))
+    cores /= local_ranks()
+    if (wished := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+        cores = min(cores, int(wished))
+    return max(1, int(cores))
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4

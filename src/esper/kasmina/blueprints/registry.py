@@ -152,18 +152,6 @@ def names() -> tuple[str, ...]:
     return tuple(_names)
 
 
-def own() -> tuple[AbstractBlueprint, ...]:
-    """The blueprints that users registered, in the order of registration."""
-    return tuple(blueprint for (index, _), blueprint in _entries.items() if index >= NUM_BUILTIN_BLUEPRINTS)
-
-
-def ensure(blueprint: AbstractBlueprint) -> None:
-    """Register it unless its name is known in its family; for worker processes."""
-    index = _names.index(blueprint.name) if blueprint.name in _names else -1
-    if (index, blueprint.family) not in _entries:
-        register(blueprint)
-
-
 def _enter(index: int, blueprint: AbstractBlueprint) -> int:
     taken = _entries.setdefault((index, blueprint.family), blueprint)
     if taken is not blueprint:

@@ -1,17 +1,15 @@
 """Assembles a run: its data, engine and client, and the memory they need."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.messages import ClientProtocol
+from esper.leyline.ranks import Ranks, group, local_ranks
 from esper.runs.assembly.clients import baseline_of, learner_of
-from esper.runs.assembly.plugins import load_plugins
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import rollout_bytes
 from esper.simic.compilation import CompiledStep, is_compiled
@@ -24,7 +22,7 @@ from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import training_bounds
 from esper.tolaria.memory import available_bytes, gigabytes, predict
-from esper.tolaria.runtime import choose_device, keep_freed_memory
+from esper.tolaria.runtime import choose_device, keep_freed_memory, usable_cores
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -32,25 +30,9 @@ def device_of(config: RunConfig) -> torch.device:
     keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
-    elif config.workers > 1:
-        torch.set_num_threads(max(1, usable_cores() // config.workers))
     else:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     return choose_device(config.device)
-
-
-def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores that this process may use: by its affinity, the quota of its control groups, and OMP_NUM_THREADS."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if (wished := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
-        cores = min(cores, int(wished))
-    path = own.read_text(encoding="utf-8").rpartition("::/")[2].strip() if own.is_file() else ""
-    for group in (groups / path, *(groups / path).parents):
-        files = (group / "cpu.max", group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us")  # version 2, or 1
-        numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split()
-        if numbers and numbers[0].isdecimal():  # neither "max" nor -1
-            cores = min(cores, int(numbers[0]) / int(numbers[1]))
-    return max(1, int(cores))
 
 
 def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:
@@ -78,7 +60,6 @@ def engine_of(
         dataset,
         device,
         on_step=on_step,
-        prepare=partial(load_plugins, config.plugins),
         lr_factors=lr_factors,
     )
     if is_compiled(config.compile, device):
@@ -90,9 +71,9 @@ def engine_of(
 class Parts:
     """The parts of a run.
 
-    `config` names the executor, workers, compile setting and precision that were actually chosen, so that a resumed run
+    `config` names the executor, blocks, compile setting and precision that were actually chosen, so that a resumed run
     uses the same ones even if a later version would choose others. `shape` is the `run_shape` stored in checkpoints.
-    `dataset` is None for scripted hosts.
+    `dataset` is None for scripted hosts. `engine` and `client` have the hosts of this rank.
     """
 
     config: RunConfig
@@ -100,6 +81,7 @@ class Parts:
     client: ClientProtocol
     shape: dict[str, object]
     dataset: Dataset | None
+    ranks: Ranks
 
 
 _MEASURED_PER_TRAINED = 3
@@ -147,7 +129,7 @@ def require_memory(
     batches = len(training_bounds(task, dataset))
     measured = len(dataset.val) / task.batch_train / _MEASURED_PER_TRAINED
     each = config.episode_length * (batches + measured) * predicted.batch_seconds
-    seconds = trainings * each / (predicted.processes * predicted.threads)
+    seconds = trainings * each / predicted.threads
     say(
         f"cost: {trainings:,} training{'s' * (trainings != 1)} of {config.episode_length} steps with {batches:,} "
         f"batch{'es' * (batches != 1)} each, about {duration(seconds)} "
@@ -164,14 +146,26 @@ def assemble(
         DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
             into its memory.
     """
+    config = replace(config, blocks=min(config.blocks or group().size, config.num_envs))
+    ranks = Ranks(config.num_envs, config.blocks, group())
+    hosts = replace(config.engine(), num_envs=len(ranks.hosts), host_offset=ranks.hosts.start)
     dataset = dataset_of(config, device)
-    require_memory(config, config.task_spec(), dataset, device, say, episodes=config.rounds - rounds_done)
-    engine = engine_of(config, dataset, device)
+    free = available_bytes(device) // (1 if ranks.alone or device.type == "cuda" else local_ranks())
+    require_memory(
+        config,
+        config.task_spec(),
+        dataset,
+        device,
+        say,
+        num_envs=hosts.num_envs,
+        episodes=config.rounds - rounds_done,
+        available=free,
+    )
+    engine = engine_of(config, dataset, device, engine_config=hosts)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     chosen = replace(
         config,
         executor=engine.config.executor,
-        workers=engine.config.workers,
         amp=engine.config.amp,
         compile="on" if is_compiled(config.compile, device) else "off",
     )
@@ -181,6 +175,6 @@ def assemble(
         engine.architectures = (Architecture.of_lines(config.architecture),) * engine.spec.num_envs
         architecture_arrays(engine.architectures, engine.spec)  # refuses what does not fit
     else:
-        client = learner_of(config, engine.spec)
+        client = learner_of(config, engine.spec, ranks)
     engine.warm_up(len(client.terms))
-    return Parts(chosen, engine, client, shape, dataset)
+    return Parts(chosen, engine, client, shape, dataset, ranks)

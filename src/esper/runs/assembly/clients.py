@@ -9,6 +9,7 @@ import torch
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.state_file import read_state, write_state
@@ -79,12 +80,12 @@ POLICIES = Path(__file__).parents[2] / "policies"
 _REMEDY = "name a file that esper train wrote for several tasks, or train one."
 
 
-def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
+def learner_of(config: RunConfig, spec: EngineSpec, ranks: Ranks | None = None) -> SimicClient:
     """A policy with its reward and optimizer: newly initialized, or that of the file that the run starts from."""
     assert spec.menu is not None, "a learner needs the menu of its engine"
     if config.policy:
         path = learned_path(config.policy)
-        return learned_client(read_learned(path), path, config, spec)
+        return learned_client(read_learned(path), path, config, spec, ranks)
     network = TamiyoNetwork(
         spec.menu,
         feature_width=config.ppo.feature_width,
@@ -101,16 +102,19 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),
+        ranks=ranks,
     )
 
 
-def learned_client(policy: StateTree, source: Path, config: RunConfig, spec: EngineSpec) -> SimicClient:
+def learned_client(
+    policy: StateTree, source: Path, config: RunConfig, spec: EngineSpec, ranks: Ranks | None = None
+) -> SimicClient:
     """A learned policy (`SimicClient.policy`) for the hosts of any engine, with the reward of the run.
 
     Raises:
         CheckpointError: it has other parts than a policy of this version; `source` is where it was read.
     """
-    client = learner_of(replace(config, policy="", ppo=with_sizes_of(policy, source, config.ppo)), spec)
+    client = learner_of(replace(config, policy="", ppo=with_sizes_of(policy, source, config.ppo)), spec, ranks)
     try:
         client.load_policy(policy)
     except CheckpointError as error:

@@ -36,7 +36,6 @@ _SMALL: Values = {
     "num_envs": 16,
     "executor": "auto",
     "threads": 1,
-    "workers": 2,
     "reward": plain(RewardConfig(mode="objective")),
     "ppo": plain(PPOConfig()),
 }

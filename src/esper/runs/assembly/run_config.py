@@ -78,12 +78,14 @@ class RunConfig:
     "fused":    all hosts at once in stacked modules; faster on GPUs and for small images.
     "native":   C++ compiled for this CPU at the first run; several times faster, host results independent as above.
     "auto":     native on a CPU with a compiler if the network can run so, else chosen by image size."""
-    workers: int = 1
-    """Maximum number of processes that share the hosts on a CPU, including this one; `config.toml` names how many were
-    used. It changes results only under the fused executor, and there only by rounding."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads of one operation; 0 is PyTorch's default, or the cores per worker, of those that the process may
-    use. Small networks are fastest with 1."""
+    """CPU threads of one operation of PyTorch; 0 is its default, of the cores that the process may use. Small networks
+    are fastest with 1. Hosts that run natively use all of these cores."""
+    blocks: AtLeast0 = 0
+    """Groups of neighbouring hosts over which an update sums first, see `leyline/ranks.py`: so many ranks can share the
+    hosts, and the result does not depend on how many do. 0: as many as there are ranks when the run begins."""
+    rank_timeout: Positive = 600.0
+    """Seconds that a rank waits for the others at the end of a round, before the run ends with an error."""
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
     CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""
@@ -168,7 +170,6 @@ class RunConfig:
             compute_budget=self.compute_budget,
             time_limit=limit,
             executor=self.executor,
-            workers=self.workers,
             amp=self.amp,
             lifecycle=self.lifecycle,
             governor=self.governor,
@@ -224,7 +225,7 @@ def task_values(task: TaskSpec, reward: str) -> Values:
     return values
 
 
-CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "sinks")
+CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "sinks", "rank_timeout")
 """Settings that a resumed run may change."""
 
 

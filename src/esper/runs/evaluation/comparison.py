@@ -62,7 +62,7 @@ from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.memory import available_bytes
 
-_FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
+_FREE = frozenset({"seed", "executor", "threads", "blocks", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""
 PLAIN_RUNS = 3
 """Trainings of the plain host that a race may spend where neither a budget nor a trained controller says more."""

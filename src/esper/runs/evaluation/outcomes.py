@@ -160,7 +160,7 @@ FORMAT = 5
 REPORT, PICTURE, OUTCOMES = "evaluation.json", "compute", "outcomes"
 _IRRELEVANT = frozenset(
     {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}
-    | {"device", "data_dir", "workers", "threads", "compile", "ppo"}
+    | {"device", "data_dir", "threads", "blocks", "rank_timeout", "compile", "ppo"}
 )
 """Settings that do not change an outcome; those of a policy network are part of the identity of its controller."""
 _DECISIVE = ("cpp", "kasmina", "leyline", "simic", "tamiyo", "tasks", "tolaria")

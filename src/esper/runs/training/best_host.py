@@ -92,11 +92,11 @@ def better(
 
 
 def portable(config: RunConfig) -> RunConfig:
-    """The settings with which hosts of a run are measured later: no compiler, no other process, full precision.
+    """The settings with which hosts of a run are measured later: no compiler, full precision.
 
     Every executor loads the same state.
     """
-    return replace(config, executor="streamed", workers=1, compile="off", amp="off")
+    return replace(config, executor="streamed", compile="off", amp="off")
 
 
 def engine_of_host(config: RunConfig, dataset: Dataset, device: torch.device, best: BestHost) -> VectorizedEngine:

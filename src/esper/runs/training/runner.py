@@ -2,24 +2,32 @@
 
 engine --steps----> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
+
+Every rank runs this loop with its own hosts. At the end of a round they meet, and the first one writes what belongs to
+all: lines, checkpoint, summary.
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from esper.cpp.build import compiler
-from esper.leyline.errors import ConfigError, option
+from esper.leyline.errors import ConfigError, RunDirectoryError, option
 from esper.leyline.lifecycle import TEMPO_TICKS
-from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
+from esper.leyline.ranks import Group, Ranks, group, is_restarted, joined
+from esper.leyline.tensor_dataclass import StateTree, below, rows_of, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
+from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation import tables
@@ -41,13 +49,14 @@ from esper.runs.training.signals import stop_signals
 from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.machine import memory_bytes
+from esper.telemetry.machine import memory_bytes, version
 from esper.telemetry.progress import RunConsole, RunProgress, warn
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
     CHECKPOINTS,
     SUMMARY,
     RunDirectory,
+    about_of,
     continuing,
     missing_records,
     require_begun_round,
@@ -56,7 +65,6 @@ from esper.telemetry.run_directory import (
 )
 from esper.telemetry.sinks import SINKS, Hub, require_installed
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
 
@@ -64,9 +72,67 @@ from esper.tolaria.state import RolloutStats
 def restore(parts: Parts, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into engine and client; raises CheckpointError if its shape differs."""
     require_same_shape(checkpoint.header.shape, parts.shape, checkpoint.path)
-    if state := below("engine", checkpoint.state):
+    own = of_rank(checkpoint.state, parts.ranks)
+    if state := below("engine", own):
         parts.engine.load_state_dict(state, parts.client)  # resets the client, which is loaded next
-    parts.client.load_state_dict(below("policy", checkpoint.state))
+    parts.client.load_state_dict(below("policy", own))
+
+
+_SHARED = "engine.place"
+"""A tensor of an engine that has no hosts."""
+
+
+def _has_hosts(name: str, value: torch.Tensor) -> bool:
+    """Whether a tensor of a checkpoint has rows of hosts; those of the policy are what it carries in an episode."""
+    of_hosts = name.startswith(("engine.", "policy.rollout."))
+    return of_hosts and name != _SHARED and value.dim() > 0
+
+
+def _axis(name: str) -> int:
+    """The axis of hosts: a recurrent state is [L, N, H]."""
+    return int(name.startswith("policy.") and name.endswith((".h", ".c")))
+
+
+def of_rank(state: StateTree, ranks: Ranks) -> StateTree:
+    """The part of a checkpoint of the hosts of this rank, and what has no hosts.
+
+    Raises:
+        CheckpointError: the hosts cannot share the rows of a tensor equally.
+    """
+    if ranks.alone:
+        return state
+    rows = {name: x.transpose(0, _axis(name)) for name, x in state.items() if _has_hosts(name, x)}
+    own = rows_of(rows, ranks.num_envs, ranks.hosts, "checkpoint")
+    return {**state, **{name: x.transpose(0, _axis(name)) for name, x in own.items()}}
+
+
+def of_all(state: StateTree, ranks: Ranks) -> StateTree:
+    """On the first rank the state of the hosts of all ranks, as one process would have it; elsewhere nothing."""
+    if ranks.alone:
+        return state
+    parts = ranks.group.at_first({name: x.cpu() for name, x in state.items() if _has_hosts(name, x)})
+    if not parts:
+        return {}
+    return {**state, **{name: torch.cat([part[name] for part in parts], dim=_axis(name)) for name in parts[0]}}
+
+
+def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """The statistics of the hosts of all ranks, at the cost of the first one for all steps."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name, value in vars(first).items()
+        if isinstance(value, np.ndarray)
+    }
+    instance = {name: np.concatenate([part.instance[name] for part in parts]) for name in first.instance}
+    cost = replace(first.cost, env_steps=sum(part.cost.env_steps for part in parts))
+    return replace(first, **arrays, instance=instance, cost=cost)
+
+
+_ASK_EVERY = 0.2
+"""Seconds between two looks whether another rank was asked to stop."""
 
 
 @final
@@ -74,7 +140,8 @@ class Runner:
     """Runs all rounds and writes records, checkpoints and the summary.
 
     Args:
-        parts: of the run. directory: receives records and checkpoints. listeners: receive steps, rounds and events.
+        parts: of the run. directory: receives records and checkpoints; on other ranks than the first, `RunDirectory.share`.
+        listeners: receive steps, rounds and events.
         start: header of the checkpoint that engine and client were restored from, None for a new run.
         best: the best host of the rounds before, if there is one.
     """
@@ -87,7 +154,7 @@ class Runner:
         start: Header | None = None,
         best: BestHost | None = None,
     ) -> None:
-        self.config, self.engine, self.client = parts.config, parts.engine, parts.client
+        self.config, self.engine, self.client, self.ranks = parts.config, parts.engine, parts.client, parts.ranks
         self.dataset, self.shape = parts.dataset, parts.shape
         self.directory, self.listeners = directory, listeners
         self.rounds_done = start.rounds_done if start else 0
@@ -98,6 +165,9 @@ class Runner:
         self.records = Records(directory, listeners, self.engine.spec, self.config.reward, self.client.terms)
         self._saved_at = (start.rounds_done, start.step) if start else None
         self._stop = False
+        self._stopping = False  # agreed by all ranks
+        self._met = self._until = -1
+        self._asked_at = time.monotonic()
         self.engine.timer.enabled = True
         self.engine.listeners.append(self.records.step)
 
@@ -105,45 +175,98 @@ class Runner:
         """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
         remaining = range(self.rounds_done, self.config.rounds)
         with stop_signals(self._request_stop):
-            if self._saved_at is None:
+            if self._saved_at is None and self.ranks.group.is_first:
                 params, device = self.engine.executor.host_params, self.engine.spec.device
                 self.records.write_events([events.run_started(self.shape, fingerprint(self.config), params, device)])
             self._mark()
             try:
                 complete = self.engine.train(
-                    self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
+                    self.client, remaining, on_round=self._on_round, should_stop=self._should_stop
                 )
             finally:
                 self.records.flush()  # also after an exception: the last steps help to explain it
                 self.records.write_parts()  # of a round that is not complete
             if complete:
-                return self._finish()
+                result = self._finish()
+                return self.ranks.group.of_first(lambda: result)
+            self._gather_events()
             self._save()
             return None
 
     def _request_stop(self) -> None:
         self._stop = True
 
+    def _should_stop(self) -> bool:
+        """Whether to stop after this step: the same step on all ranks, though they exchange nothing before it.
+
+        A rank that is asked to stop tells the others and waits for them. All go on to the step of the one that is
+        furthest, which may be the last one of the round. At the latest they meet there.
+        """
+        if self.ranks.alone:
+            return self._stop
+        group, t, last = self.ranks.group, self.engine.t, self.config.episode_length
+        if self._met != self.engine.episode and (t == last or self._stop_asked()):
+            steps = group.meet(f"the end of round {self.engine.episode + 1}", t)
+            self._met, self._until, self._stopping = self.engine.episode, max(steps), min(steps) < last
+        return self._met == self.engine.episode and self._stopping and t >= self._until
+
+    def _stop_asked(self) -> bool:
+        if self._stop:
+            self.ranks.group.ask_to_stop()
+            return True
+        if time.monotonic() < self._asked_at:
+            return False
+        self._asked_at = time.monotonic() + _ASK_EVERY
+        return self.ranks.group.stop_asked()
+
+    def _gather_events(self) -> None:
+        """Write the events of the hosts of other ranks."""
+        for found in self.ranks.group.at_first(self.directory.take_unsent())[1:]:
+            self.records.write_events(found)
+
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
+        self.records.flush()
+        own = stats
+        all_stats, stop = zip(*self.ranks.group.gathered((stats, self._stop)), strict=True)
+        stats, self._stopping = stats_of_all(all_stats), self._stopping or any(stop)
+        self._gather_events()
         update = time.monotonic() - self._began - stats.cost.seconds
         cost, self.begun = self.begun + Cost(**asdict(stats.cost), update_seconds=update), Cost()
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
         self.trend, is_best = self.trend.after(float(report.objective_of(stats, self.config.reward).mean()))
-        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend, self.config.reward))
         line = report.round_line(stats, cost, metrics, self.config.reward) | {
             "phase_milliseconds": self.engine.timer.read(),
             "memory_bytes": memory_bytes(self.engine.spec.device),
         }
-        self.directory.write_metrics(line | {"record": self.records.write_parts()})
-        self.listeners.write("round", line)
+        if not self.ranks.alone:
+            line["bytes_reduced"], self.ranks.group.bytes_received = self.ranks.group.bytes_received, 0
+        parts = self.ranks.group.at_first(self.records.write_parts())
+        if self.ranks.group.is_first:
+            spec, weights = self.engine.spec, self.config.reward
+            self.records.write_events(events.round_events(stats, metrics, spec, self.trend, weights))
+            self.directory.write_metrics(line | {"record": {name: part for of in parts for name, part in of.items()}})
+            self.listeners.write("round", line)
         if self.dataset is not None:
-            self.best = best_host.better(self.best, self.engine, stats, self.config.reward)
+            self._keep_better(own, stats)
         if is_best:
-            save(self.directory.checkpoints, *self._now(0), best=True)
+            self._write(0, best=True)
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
             self._save()
         self._mark()
+
+    def _keep_better(self, own: RolloutStats, stats: RolloutStats) -> None:
+        """Keep the best host of the round if it is the best so far; its state goes to the first rank."""
+        n = int(np.argmax(best_host.objective_of_living(stats, self.config.reward)))
+        has_it = n in self.ranks.hosts
+        found = best_host.better(self.best, self.engine, own, self.config.reward) if has_it else None
+        if self.ranks.alone:
+            self.best = found
+            return
+        known = self.ranks.group.at_first(found if found is not self.best else None)
+        best = next((best for best in known if best is not None), self.best)
+        about = self.ranks.group.of_first(lambda: best and replace(best, state={}))
+        self.best = best if self.ranks.group.is_first else about
 
     def _mark(self) -> None:
         """Start the clocks of a round, or of the rest of one."""
@@ -156,11 +279,15 @@ class Runner:
 
     def _finish(self) -> dict[str, object]:
         """Summarize the complete run, also after a resume from its last checkpoint."""
-        if self.last is None:
-            self.last = self.engine.outcome()  # resumed at the end of the last episode
-        (test_acc,) = host_read(self.engine.test())
-        population = with_prefix("population", self.engine.executor.state_dict())
-        digest = state_digest(with_prefix("policy", self.client.state_dict()) | population)
+        group = self.ranks.group
+        if self.last is None:  # resumed at the end of the last episode
+            self.last = stats_of_all(group.gathered(self.engine.outcome()))
+        test_acc = np.concatenate(group.gathered(host_read(self.engine.test())[0]))
+        population = of_all(with_prefix("engine", self.engine.executor.state_dict()), self.ranks)
+        if not group.is_first:
+            return None
+        renamed = with_prefix("population", below("engine", population))
+        digest = state_digest(with_prefix("policy", self.client.state_dict()) | renamed)
         device, about = self.engine.spec.device, None
         if self.best is not None and self.dataset is not None:
             self.best = best_host.with_test(self.config, self.dataset, device, self.best)
@@ -183,23 +310,34 @@ class Runner:
         if self._saved_at == (self.rounds_done, inside):
             return
         self._save_best()  # first: a resume from the checkpoint finds the best host of its rounds
-        save(self.directory.checkpoints, *self._now(inside))
+        self._write(inside)
         self._saved_at = (self.rounds_done, inside)
+
+    def _write(self, inside: int, *, best: bool = False) -> None:
+        """Write a checkpoint of the hosts of all ranks; `inside` as in `_now`."""
+        cursor = self.directory.cursor()  # also syncs the parts of this rank
+        self.ranks.group.gathered(None)  # all have done so
+        state = self._state(inside)
+        if self.ranks.group.is_first:
+            save(self.directory.checkpoints, self._header(inside, cursor), state, best=best)
 
     def _save_best(self) -> None:
         """Save the best host, unless the file has it."""
-        if self.best is not None and self.best is not self._best_saved:
+        if self.best is not None and self.best is not self._best_saved and self.ranks.group.is_first:
             best_host.save(self.directory.checkpoints, self.best)
             self._best_saved = self.best
 
-    def _now(self, inside: int) -> tuple[Header, StateTree]:
-        """Header and state now; `inside` is the number of steps of an unfinished episode, else 0.
+    def _state(self, inside: int) -> StateTree:
+        """The state now, on the first rank; `inside` is the number of steps of an unfinished episode, else 0.
 
-        Hosts are part of the state only inside an episode and at the end of the run.
+        Hosts are part of it only inside an episode and at the end of the run.
         """
         state: StateTree = with_prefix("policy", self.client.state_dict())
-        if inside or self._all_done:
-            state |= with_prefix("engine", self.engine.state_dict())
+        if not (inside or self._all_done):
+            return state
+        return of_all(state | with_prefix("engine", self.engine.state_dict()), self.ranks)
+
+    def _header(self, inside: int, cursor: dict[str, int]) -> Header:
         begun = Cost()
         if inside:
             begun = replace(
@@ -209,35 +347,58 @@ class Runner:
                 reads=self.begun.reads + reads_so_far() - self._reads_before,
                 seconds=self.begun.seconds + time.monotonic() - self._began,
             )
-        header = Header(
+        return Header(
             rounds_done=self.rounds_done,
             step=inside,
-            cursor=self.directory.cursor(),
+            cursor=cursor,
             total=self.total,
             begun=begun,
             shape=self.shape,
             config=plain(self.config),
             trend=self.trend,
         )
-        return header, state
+
+
+@contextmanager
+def ranks_of_job(config: RunConfig) -> Iterator[Group]:
+    """Join the other ranks, if torchrun started several; the first one prints. May raise RankError."""
+    with joined(config.rank_timeout) as found:
+        RunConsole.silent = not found.is_first
+        yield found
 
 
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
     """Train a new run in the directory `path`. Returns its summary, or None if it was stopped.
 
+    A process that torchrun started again, because a rank had ended, continues its own run.
+
     Raises:
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
+    if is_restarted() and about_of(path).get("asked") == fingerprint(config):
+        return resume(config_of_run(path, {}, trust=True), path, console)
     require_free(path)
     require_installed(config.sinks)
+    asked = {"asked": fingerprint(config)}
     config = with_sizes_of_policy(config)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
-        with RunDirectory.create(
-            path, plain(parts.config), about_run(parts.engine.spec, parts.client.terms)
-        ) as directory:
+        about = about_run(parts.engine.spec, parts.client.terms) | asked
+        with _directory(path, lambda: RunDirectory.create(path, plain(parts.config), about)) as directory:
             return _run(parts, directory, console, asked=config.executor)
     return None
+
+
+def _directory(path: Path, open_first: Callable[[], RunDirectory]) -> RunDirectory:
+    """The run directory: opened by the first rank, and shared by the others."""
+    if group().is_first:
+        directory = open_first()
+    found = group().of_first(lambda: path.stat().st_ino)
+    if group().is_first:
+        return directory
+    if not (path.is_dir() and path.stat().st_ino == found):
+        raise RunDirectoryError(f"{path} is not the folder of rank 0; all ranks of a run need one shared folder.")
+    return RunDirectory.share(path)
 
 
 def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
@@ -253,7 +414,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     """
     require_installed(config.sinks)
     # checks everything before it changes anything
-    with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
+    with suppress(KeyboardInterrupt), _directory(path, lambda: RunDirectory.reopen(path)) as directory:
         checkpoint, damaged, problems = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
@@ -271,8 +432,11 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         parts = _assembled(begun, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts, checkpoint)
-        directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)
-        set_aside(damaged)
+        group().gathered(None)  # all have read the checkpoint
+        if group().is_first:
+            directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)
+            set_aside(damaged)
+        group().gathered(None)
         return _run(replace(parts, config=config), directory, console, start, best, asked=config.executor)
     return None
 
@@ -302,7 +466,12 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
         )
     if is_compiled(config.compile, device):
         console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
-    return assemble(config, device, console.say, rounds_done=rounds_done)
+    parts = assemble(config, device, console.say, rounds_done=rounds_done)
+    if not parts.ranks.alone:
+        data = hashlib.sha256(json.dumps(parts.shape["data"], sort_keys=True, default=str).encode()).hexdigest()
+        same = {"esper": version(), "torch": torch.__version__, "the configuration": fingerprint(parts.config)}
+        parts.ranks.group.require_same(same | {"the data": data})
+    return parts
 
 
 def _first_fossil(config: RunConfig) -> int:
@@ -324,10 +493,10 @@ def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
     engine = parts.engine
     if engine.config.executor != "auto":
         why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        kind = "processes" if isinstance(engine.executor, ShardedExecutor) else "threads"
-        workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
-        yield f"executor: {engine.config.executor}{why}{workers}"
-    if isinstance(engine.executor, NetworkExecutor | ShardedExecutor) and engine.executor.refused:
+        yield f"executor: {engine.config.executor}{why}"
+    if not parts.ranks.alone:
+        yield f"ranks: {parts.ranks.group.size}, hosts of this one: {len(parts.ranks.hosts)}"
+    if isinstance(engine.executor, NetworkExecutor) and engine.executor.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
         yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
 
@@ -342,6 +511,8 @@ def _run(
     asked: str,
 ) -> dict[str, Any] | None:
     """Run the parts to the end, with everything that is printed; `asked` is the executor that the user wanted."""
+    if not group().is_first:
+        return Runner(parts, directory, Hub({}), start, best).run()
     config = parts.config
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
     if (data := data_of(parts.shape)) not in ("none", config.task):

@@ -7,26 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from esper.leyline.ranks import group
+
 _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
 @contextmanager
 def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
+    """SIGINT and SIGTERM call `request_stop`; the same signal again raises KeyboardInterrupt where the program is.
+
+    A launcher that got Ctrl-C, as its processes did, sends them SIGTERM besides.
 
     Signals reach the main thread alone: a run in another thread leaves them to it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    requested = False
+    requested = set[int]()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
+        if number in requested:
             raise KeyboardInterrupt
-        requested = True
-        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+        if not requested and group().is_first:
+            os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+        requested.add(number)
         request_stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

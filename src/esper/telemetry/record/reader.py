@@ -41,7 +41,7 @@ from esper.telemetry.record.schema import (
     TERM,
     Table,
 )
-from esper.telemetry.record.writer import identifier, part_of, quoted, sha256_of
+from esper.telemetry.record.writer import identifier, part_of, parts_of_round, quoted, sha256_of
 from esper.telemetry.run_directory import CONFIG, EVENTS, METRICS, RECORD, SUMMARY, about_of, require_run
 
 if TYPE_CHECKING:
@@ -310,25 +310,26 @@ class _RunTables:
             return []
         files, number, faults = list[Path](), 0, dict[str, list[Path]]()
         for line in self._metrics:
-            number, digest = int(line.get("round") or 0), (line.get("record") or {}).get(kind)
-            part = part_of(folder, kind, number)
-            if digest is None:
-                continue
-            if not mode_of(part):
-                faults.setdefault("is missing", []).append(part)
-            elif not stat.S_ISREG(mode_of(part)):
-                faults.setdefault("is not a regular file", []).append(part)
-            elif sha256_of(part) != digest:
-                faults.setdefault("is damaged: its SHA-256 is not that in metrics.jsonl", []).append(part)
-            else:
-                files.append(part)
+            number = int(line.get("round") or 0)
+            for key, digest in (line.get("record") or {}).items():
+                of, _, host = str(key).partition("-")
+                if of != kind or not (host or "0").isdecimal():
+                    continue
+                part = part_of(folder, kind, number, int(host or 0))
+                if not mode_of(part):
+                    faults.setdefault("is missing", []).append(part)
+                elif not stat.S_ISREG(mode_of(part)):
+                    faults.setdefault("is not a regular file", []).append(part)
+                elif sha256_of(part) != digest:
+                    faults.setdefault("is damaged: its SHA-256 is not that in metrics.jsonl", []).append(part)
+                else:
+                    files.append(part)
         for why, parts in faults.items():
             more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
             self._complaints.append(
                 f"{parts[0]} {why}{more}; its rows are left out. Restore it from a backup to see them."
             )
-        begun = part_of(folder, kind, number + 1)
-        if stat.S_ISREG(mode_of(begun)):
+        for begun in filter(lambda part: stat.S_ISREG(mode_of(part)), parts_of_round(folder, kind, number + 1)):
             try:
                 self._database.execute(f"DESCRIBE SELECT * FROM read_parquet({quoted(begun)})")
                 files.append(begun)

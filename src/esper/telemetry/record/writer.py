@@ -3,6 +3,7 @@
 record/steps-000003.parquet        rows of round 3
 record/slots-000003.parquet
 record/coalitions-000003.parquet
+record/steps-000003-000064.parquet   of another rank, whose hosts begin with number 64
 
 A part is written when its round ends, or when the run stops within it, under a hidden name, and renamed; the
 next checkpoint waits until it is on the disk. The line of the round in metrics.jsonl holds its SHA-256.
@@ -37,15 +38,45 @@ class Rows:
     labels: Mapping[str, Sequence[str]]
 
 
-def part_of(folder: Path, kind: str, number: int) -> Path:
-    """The part of a round, from 1."""
-    return folder / f"{kind}-{number:06d}.parquet"
+def part_of(folder: Path, kind: str, number: int, host: int = 0) -> Path:
+    """The part of a round, from 1, with the rows of a rank whose hosts begin with `host`."""
+    return folder / f"{kind}-{number:06d}{f'-{host:06d}' * (host > 0)}.parquet"
+
+
+def key_of_part(kind: str, host: int) -> str:
+    """The key of its digest in the line of its round."""
+    return f"{kind}-{host:06d}" if host else kind
 
 
 def number_of(part: Path) -> int:
     """The round of a part; 0 for other files."""
-    kind, _, number = part.name.removesuffix(".parquet").partition("-")
-    return int(number) if kind in STORED and part.suffix == ".parquet" and number.isdecimal() else 0
+    kind, _, numbers = part.name.removesuffix(".parquet").partition("-")
+    number, _, host = numbers.partition("-")
+    known = kind in STORED and part.suffix == ".parquet" and number.isdecimal() and (host or "0").isdecimal()
+    return int(number) if known else 0
+
+
+def parts_of_round(folder: Path, kind: str, number: int) -> list[Path]:
+    """The parts of all ranks, the first of which may be missing."""
+    return sorted(part for part in folder.glob(f"{kind}-{number:06d}*.parquet") if number_of(part) == number)
+
+
+def merge_parts(folder: Path, kind: str, number: int) -> None:
+    """Make one part of those of all ranks: the ranks that continue the round may be others."""
+    import duckdb
+
+    first, parts = part_of(folder, kind, number), parts_of_round(folder, kind, number)
+    if parts in ([], [first]):
+        return
+    draft = draft_of(first)
+    with duckdb.connect(":memory:", config={"threads": 1}) as database:
+        files = ", ".join(map(quoted, parts))
+        # distinct: a process that was killed below had merged some of them already
+        database.execute(f"COPY (SELECT DISTINCT * FROM read_parquet([{files}])) TO {quoted(draft)} (FORMAT parquet)")
+    draft.rename(first)
+    for part in parts:
+        if part != first:
+            part.unlink()
 
 
 def sha256_of(path: Path) -> str:
@@ -64,7 +95,9 @@ def identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def write_part(folder: Path, rows: Rows, number: int, first: int, database: "duckdb.DuckDBPyConnection") -> str:
+def write_part(
+    folder: Path, rows: Rows, number: int, first: int, database: "duckdb.DuckDBPyConnection", host: int = 0
+) -> str:
     """Write the rows of a round, which begin with step `first`, after those before that are in the part already.
 
     Returns:
@@ -73,7 +106,7 @@ def write_part(folder: Path, rows: Rows, number: int, first: int, database: "duc
     Raises:
         OSError, duckdb.Error: the disk refuses it; the part is as it was.
     """
-    path = part_of(folder, rows.kind, number)
+    path = part_of(folder, rows.kind, number, host)
     draft = draft_of(path)
     database.register("rows_of_part", dict(rows.columns))
     try:

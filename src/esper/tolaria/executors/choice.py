@@ -18,6 +18,7 @@ from esper.tasks.registry import TaskSpec
 from esper.tolaria.batches import batch_bounds
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
+from esper.tolaria.runtime import usable_cores
 
 _NATIVE_INTENSITY = 150.0
 """Hosts run natively on a CPU that have at most so many multiplications for each number that is read or written. It is
@@ -73,7 +74,7 @@ def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor
     if name == "native":
         from esper.tolaria.executors.native.executor import NativeExecutor
 
-        return NativeExecutor(data, threads=config.workers * torch.get_num_threads())
+        return NativeExecutor(data, threads=usable_cores())
     if name == "fused":
         from esper.tolaria.executors.fused import FusedExecutor
 

@@ -1,0 +1,58 @@
+"""`--ranks N`: the same command in N processes of this machine, by the launcher that torchrun is made of."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
+from esper.leyline.errors import ConfigError
+
+
+def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
+    """Run `esper ARGUMENTS` in so many processes, which find each other; returns the exit code.
+
+    Raises:
+        ConfigError: a number below 1, or this process is one of several already.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from esper.leyline.ranks import is_launched
+    from esper.tolaria.runtime import usable_cores
+
+    if ranks < 1:
+        raise ConfigError(f"ranks is {ranks}; at least 1 process is needed.")
+    if is_launched():
+        raise ConfigError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes already, so --ranks {ranks} would start more "
+            "in each; leave one of them out."
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="esper",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+        signals_to_handle="SIGTERM,SIGHUP",
+    )
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # the ranks get Ctrl-C themselves, and stop
+    try:
+        elastic_launch(config, sys.executable)("-m", "esper.cli", *arguments)
+    except SignalException:
+        return EXIT_STOPPED
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if killed := [rank for rank, failure in error.failures.items() if failure.exitcode < 0]:
+            names = ", ".join(f"rank {rank} by signal {-error.failures[rank].exitcode}" for rank in sorted(killed))
+            if not codes & {EXIT_ERROR, EXIT_STOPPED}:
+                print(f"esper: killed: {names}, perhaps for lack of memory", file=sys.stderr)
+        return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_ERROR
+    return 0

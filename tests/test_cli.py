@@ -21,7 +21,7 @@ from esper.cli import main
 from esper.runs.training.runner import why_chosen
 from small_runs import contents, records, summary
 
-ESPER = (sys.executable, "-m", "esper.cli")
+ESPER = (sys.executable, "-m", "esper")
 LONG = ("train", "--task", "null", "--num-envs", "3", "--episode-length", "20", "--rounds", "400", "--seed", "5")
 LONG = (*LONG, "--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -10,7 +10,7 @@ import pytest
 
 from esper.cli import main
 
-ESPER = (sys.executable, "-m", "esper.cli")
+ESPER = (sys.executable, "-m", "esper")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 FRUGAL = """
 from esper.simic.rewards import RewardConfig, make_reward, register_reward

@@ -13,7 +13,7 @@ import small_runs
 from esper.cli import main
 from esper.leyline.errors import command, option, read_in_a_shell
 
-ESPER = (sys.executable, "-m", "esper.cli")
+ESPER = (sys.executable, "-m", "esper")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 MINE = """
 import torch

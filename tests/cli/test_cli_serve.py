@@ -45,7 +45,7 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path, capsys, arg
 @pytest.mark.parametrize(("host", "needs_token"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_the_printed_address_opens_the_page_and_an_interrupt_ends_it(tmp_path: Path, host: str, needs_token: bool):
     run = write_run(tmp_path / "a run")
-    command = [sys.executable, "-m", "esper.cli", "serve", str(run), "--port", "0", "--host", host]
+    command = [sys.executable, "-m", "esper", "serve", str(run), "--port", "0", "--host", host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()

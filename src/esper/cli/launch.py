@@ -45,7 +45,7 @@ def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
     )
     signal.signal(signal.SIGINT, lambda number, frame: None)  # the ranks get Ctrl-C themselves, and stop
     try:
-        elastic_launch(config, sys.executable)("-m", "esper.cli", *arguments)
+        elastic_launch(config, sys.executable)("-m", "esper", *arguments)
     except SignalException:
         return EXIT_STOPPED
     except ChildFailedError as error:

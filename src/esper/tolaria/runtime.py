@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import local_ranksby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, final
 

@@ -7,9 +7,9 @@ Every rank runs this loop with its own hosts. At the end of a round they meet, a
 all: lines, checkpoint, summary.
 """
 
-import time
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -140,8 +140,8 @@ class Runner:
     """Runs all rounds and writes records, checkpoints and the summary.
 
     Args:
-        parts: of the run. directory: receives records and checkpoints; on other ranks than the first, `RunDirectory.share`.
-        listeners: receive steps, rounds and events.
+        parts: of the run. directory: receives records and checkpoints; on other ranks than the first, it is made by
+            `RunDirectory.share`. listeners: receive steps, rounds and events.
         start: header of the checkpoint that engine and client were restored from, None for a new run.
         best: the best host of the rounds before, if there is one.
     """

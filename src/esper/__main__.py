@@ -1,4 +1,4 @@
-"""`python -m esper.cli` is `esper`."""
+"""`python -m esper` is `esper`."""
 
 import sys
 

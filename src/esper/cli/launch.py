@@ -49,10 +49,12 @@ def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
     except SignalException:
         return EXIT_STOPPED
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        if killed := [rank for rank, failure in error.failures.items() if failure.exitcode < 0]:
-            names = ", ".join(f"rank {rank} by signal {-error.failures[rank].exitcode}" for rank in sorted(killed))
-            if not codes & {EXIT_ERROR, EXIT_STOPPED}:
-                print(f"esper: killed: {names}, perhaps for lack of memory", file=sys.stderr)
-        return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_ERROR
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if {EXIT_STOPPED, -signal.SIGINT} & set(codes.values()):
+            return EXIT_STOPPED
+        # when one ends, the launcher ends the others by SIGTERM
+        killed = [f"rank {rank} by signal {-code}" for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
+        if killed and EXIT_ERROR not in codes.values():
+            print(f"esper: killed: {', '.join(killed)}, perhaps for lack of memory", file=sys.stderr)
+        return EXIT_ERROR
     return 0

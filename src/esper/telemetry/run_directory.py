@@ -164,8 +164,6 @@ class RunDirectory:
             record.mkdir(exist_ok=True)
             for part in filter(lambda part: number_of(part) > rounds or is_draft(part), list(record.iterdir())):
                 remove(part)
-            for kind in STORED:
-                merge_parts(record, kind, rounds)
             for name in _RECORD_FILES:
                 if name not in self._files:
                     self._open(name)
@@ -178,6 +176,11 @@ class RunDirectory:
             _replace(self.path / CONFIG, tomli_w.dumps(config))
 
         _translated(self.path, truncate)
+
+    def merge_parts(self, number: int) -> None:
+        """Make one part of each kind of those that all ranks wrote in a round that is not complete."""
+        for kind in STORED:
+            _translated(self.path, merge_parts, self.path / RECORD, kind, number)
 
     def write_metrics(self, line: Mapping[str, object]) -> None:
         """Write one line of metrics.jsonl and flush all record files."""

@@ -436,6 +436,8 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         if group().is_first:
             directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)
             set_aside(damaged)
+            if start and start.step:
+                directory.merge_parts(start.rounds_begun)
         group().gathered(None)
         return _run(replace(parts, config=config), directory, console, start, best, asked=config.executor)
     return None

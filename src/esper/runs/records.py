@@ -70,6 +70,7 @@ class Records:
         directory: receives the lines. listeners: receive each step and each event.
         spec: of the engine. weights: those of J. terms: names of the reward terms.
         clock: monotonic seconds.
+        of_all: what is shown of the newest step by all ranks, from what is shown of the hosts of this one.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Records:
         weights: RewardConfig,
         terms: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
+        of_all: Callable[[dict[str, object]], dict[str, object]] = lambda shown: shown,
     ) -> None:
+        self._of_all = of_all
         self._rows = RecordRows(spec, terms)
         self._round: list[StepReport] = []
         self._directory, self._listeners, self._spec = directory, listeners, spec
@@ -118,7 +121,7 @@ class Records:
         for report, shown in zip(held, self._so_far.add(held, times), strict=True):
             for event in events_of.get(report.t, ()):
                 self._listeners.write(str(event["kind"]), event)
-            self._listeners.write("step", shown)
+            self._listeners.write("step", self._of_all(shown) if report is held[-1] else shown)
 
     def write_parts(self) -> dict[str, str]:
         """Write the steps of the round since the last call to the record; returns the SHA-256 of each part by kind."""

@@ -1,9 +1,10 @@
 """Metrics of a round, of a round in progress, and of a run, as JSON values by name."""
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -159,6 +160,32 @@ class RoundSoFar:
                 }
             )
         return fields
+
+
+def step_of_all(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, object]:
+    """Fields of kind "step" of the hosts of all ranks, from their number and fields on each; the first is the own one.
+
+    Ranks are not at the same step: `round`, `t` and `seconds` are those of the first, and the others count as they are.
+    """
+    _, own = parts[0]
+    parts = [(n, fields) for n, fields in parts if fields["round"] == own["round"]]
+    hosts = np.array([n for n, _ in parts], dtype=np.float64)
+
+    def mean(name: str) -> float:
+        values = np.array([fields[name] for _, fields in parts], dtype=np.float64)
+        known = np.isfinite(values)
+        return float((values * hosts)[known].sum() / hosts[known].sum()) if known.any() else math.nan
+
+    means = {name: mean(name) for name in own if name.endswith("_mean")}
+    within = np.array([fields["objective_std"] for _, fields in parts], dtype=np.float64) ** 2 * (hosts - 1)
+    between = hosts * (np.array([fields["objective_mean"] for _, fields in parts]) - means["objective_mean"]) ** 2
+    variance = (np.nansum(within) + np.nansum(between)) / max(hosts.sum() - 1, 1)
+    counts = {
+        name: {key: sum(fields[name].get(key, 0) for _, fields in parts) for _, of in parts for key in of[name]}
+        for name in ("ops", "slots")
+    }
+    env_steps = sum(fields["env_steps"] for _, fields in parts)
+    return {**own, **means, "objective_std": math.sqrt(variance), **counts, "env_steps": env_steps}
 
 
 def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:

@@ -162,7 +162,9 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self.best = self._best_saved = best
-        self.records = Records(directory, listeners, self.engine.spec, self.config.reward, self.client.terms)
+        self.records = Records(
+            directory, listeners, self.engine.spec, self.config.reward, self.client.terms, of_all=self._shown_of_all
+        )
         self._saved_at = (start.rounds_done, start.step) if start else None
         self._stop = False
         self._stopping = False  # agreed by all ranks
@@ -218,6 +220,13 @@ class Runner:
             return False
         self._asked_at = time.monotonic() + _ASK_EVERY
         return self.ranks.group.stop_asked()
+
+    def _shown_of_all(self, shown: dict[str, object]) -> dict[str, object]:
+        """Tell the first rank how far this one is; on that one what all of them told so far."""
+        if self.ranks.alone:
+            return shown
+        known = self.ranks.group.newest(json.dumps((len(self.ranks.hosts), shown)))
+        return report.step_of_all([json.loads(text) for text in known]) if known else shown
 
     def _gather_events(self) -> None:
         """Write the events of the hosts of other ranks."""

@@ -148,7 +148,7 @@ def compared(shape: Shape | TextShape, options: Options, *, executor: ExecutorCh
     """Training and coalitions of esper against the loops."""
     torch.set_num_threads(1)
     train, val, workers = shape.batch * options.batches, options.val_examples, options.workers
-    alone = SharedHosts.build(shape, options.hosts, train, val, executor="streamed", workers=1)
+    alone = SharedHosts.build(shape, options.hosts, train, val, executor="streamed")
     shared = SharedHosts.build(shape, options.hosts, train, val, executor=executor, workers=workers)
     loops = loops_of(shape, alone)
     counts = sorted({1, workers})

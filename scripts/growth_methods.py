@@ -56,7 +56,7 @@ def few(dataset: Dataset) -> Dataset:
 
 def growths(options: Options, seed: int) -> Iterator[tuple[str, Growth]]:
     """Each method before its first step, with the best of three rates and one long run before them."""
-    config = resolve({"task": options.host, "executor": "auto", "threads": 1, "workers": 1})
+    config = resolve({"task": options.host, "executor": "auto", "threads": 1})
     steps = config.episode_length
     dataset = dataset_of(config, _CPU)
     assert dataset is not None

@@ -221,7 +221,7 @@ def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost
 
 def configured(given: Mapping[str, Any], setting: Setting) -> RunConfig:
     """The run of a setting; by default in this process, on one thread, with the preset `small`."""
-    base = {"preset": "small", "workers": 1, "threads": max(torch.get_num_threads(), 1)}
+    base = {"preset": "small", "threads": max(torch.get_num_threads(), 1)}
     return resolve({**base, **given, **setting.values})
 
 

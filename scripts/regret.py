@@ -67,7 +67,7 @@ class Hosts:
     def __init__(self, options: Options) -> None:
         runs = [Path(name) for name in options.controllers if Path(name).is_dir()]
         config = config_of_run(runs[0]) if runs else resolve({"task": options.task})
-        self.config: RunConfig = replace(config, threads=options.threads, workers=1)
+        self.config: RunConfig = replace(config, threads=options.threads)
         self.seed = self.config.seed + SEED_OFFSET if options.seed is None else options.seed
         self._device: torch.device = device_of(self.config)
         self._dataset: Dataset | None = dataset_of(self.config, self._device)

@@ -43,9 +43,7 @@ OPTIONS = {
     "null": ("--task", "faulty_null", "--num-envs", "3", "--episode-length", "8", *FAST),
     "tiny": ("--task", "tiny", "--num-envs", "2", "--episode-length", "6", *FAST, "lifecycle.sequential=false"),
 }
-OPTIONS["shared"] = (*OPTIONS["tiny"], "--executor", "streamed", "--workers", "2")
-OPTIONS["streamed"] = (*OPTIONS["shared"][:-1], "1")
-OPTIONS["tiny"] = (*OPTIONS["tiny"], "--workers", "1")
+OPTIONS["streamed"] = (*OPTIONS["tiny"], "--executor", "streamed")
 RECORDS = ("metrics.jsonl", "events.jsonl")
 
 _signals: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -78,7 +78,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
         "6",
         "--rounds",
         "200",
-        "--workers",
+        "--ranks",
         "2",
         "--executor",
         "streamed",
@@ -92,7 +92,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
     ) as process:  # fmt: skip
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
-        assert any("executor: streamed, 2 processes" in line for line in lines)
+        assert any("ranks: 2, hosts of this one: 1" in line for line in lines)
         assert any(line.startswith("round 1/200  ") for line in lines)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=240)

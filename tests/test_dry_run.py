@@ -28,7 +28,7 @@ from esper.tolaria.runtime import host_read
 CPU = torch.device("cpu")
 STEPS, HOSTS = 2, 3
 SMALL = {
-    "num_envs": HOSTS, "episode_length": STEPS, "compile": "off", "executor": "fused", "workers": 1,
+    "num_envs": HOSTS, "episode_length": STEPS, "compile": "off", "executor": "fused",
     "ppo": {"feature_width": 16, "hidden_width": 16, "update_epochs": 1, "num_minibatches": 2},
 }  # fmt: skip
 assert small_runs.OPTIONS  # registers the tiny task

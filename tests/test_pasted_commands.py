@@ -130,10 +130,10 @@ from mine import task
 if __name__ == "__main__":
     CALL
 """
-GROW = """grown = esper.grow(task, "heuristic", best_of=2, executor="streamed", workers=1)
+GROW = """grown = esper.grow(task, "heuristic", best_of=2, executor="streamed")
     print("params", grown.num_params, grown.points is not None, grown.timeline[-1].step)
     grown.save("grown")"""
-TRAIN = 'esper.train(task, 3, 2, out="run", workers=1, executor="streamed", ppo={"hidden_width": 8})'
+TRAIN = 'esper.train(task, 3, 2, out="run", executor="streamed", ppo={"hidden_width": 8})'
 
 
 def interrupted(folder: Path, call: str, waiting: str) -> tuple[int, str, str]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import esper
 
 SMALL: dict[str, Any] = {
-    "workers": 1,
     "executor": "streamed",
     "ppo.feature_width": 8,
     "ppo.hidden_width": 8,
@@ -95,4 +94,4 @@ def train(task: Any, folder: Path, rounds: int = 1, num_envs: int = 2, **setting
 
 
 def grow(task: Any, controller: Any = "fixed_schedule", **settings: Any) -> "esper.api.grow.Grown":
-    return esper.grow(task, controller, progress=False, **{"workers": 1, "executor": "streamed", **settings})
+    return esper.grow(task, controller, progress=False, **{"executor": "streamed", **settings})

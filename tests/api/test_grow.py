@@ -227,7 +227,7 @@ def test_losses_and_metrics_of_the_users_reach_the_end():
 
 
 def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
-    esper.grow(task, "wait_only", steps=2, workers=1)
+    esper.grow(task, "wait_only", steps=2)
     assert capsys.readouterr().out.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
     grow(task, "wait_only", steps=2)
     assert capsys.readouterr().out == ""

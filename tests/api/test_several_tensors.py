@@ -126,13 +126,6 @@ def test_what_is_ignored_of_loaders_is_said_once():
     assert grown(task).points == grown(towers(val=((IMAGES, META), CLASSES))).points
 
 
-@pytest.mark.slow
-def test_workers_get_the_structure_too():
-    for make in (bert, detector):
-        alone, shared = grown(make()), grown(make(), workers=2)
-        assert (alone.points, alone.test_points) == (shared.points, shared.test_points)
-
-
 def test_a_controller_trains_and_is_compared(tmp_path):
     run = esper.train(detector(), rounds=1, num_envs=2, out=tmp_path / "run", progress=False, **SMALL)
     assert len(run.evaluate("static_final", num_envs=2, progress=False).rows) == 3
@@ -191,7 +184,7 @@ def test_a_plain_function_as_augmentation_sees_the_structure():
     assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio))
     assert (ratio[:, 0] > 1).all()
     assert torch.equal(changed[..., 36:], x[..., 36:])
-    assert grown(task).points == grown(towers(augmentation=louder), workers=2).points
+    assert grown(task).points == grown(towers(augmentation=louder)).points
 
 
 def test_few_examples_are_tried_whole_so_that_tokens_stay_tokens_and_masks_masks():

@@ -189,7 +189,7 @@ def test_a_run_does_not_go_on_with_other_weights(tmp_path):
 def test_slots_that_are_left_out_are_proposed_and_named(capsys):
     task = own_task(slots=None)
     assert repr(task) == "Task('mynet': 379 parameters, slots stem, layer2 (proposed), accuracy)"
-    esper.grow(task, "wait_only", steps=1, workers=1, executor="streamed")
+    esper.grow(task, "wait_only", steps=1, executor="streamed")
     assert "\nslots (proposed): stem, layer2; name others with slots=\n" in capsys.readouterr().out
     matched = own_task(slots=["layer2.*", "s*"])
     assert (matched.spec.enabled, matched.spec.proposal) == (("layer2.0", "layer2.1", "stem"), None)

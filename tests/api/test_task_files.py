@@ -34,7 +34,7 @@ task = esper.Task(model=Small, slots=["body"], train=(x, (x.mean(dim=(1, 2, 3)) 
                   episode_length=4, min_training_epochs=1)
 other = 3
 """
-FAST = ("--set", *(f"{name}={value}" for name, value in SMALL.items() if name != "workers"), "--workers", "1")
+FAST = ("--set", *(f"{name}={value}" for name, value in SMALL.items()))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
 def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
     run = esper.train("mine.py:task", 1, 1, out="run", progress=False, **SMALL)
     assert run.evaluate("wait_only", num_envs=1, progress=False).rows[0].name == "trained"
-    assert esper.grow("mine.py:task", run, progress=False, workers=1).points is not None
+    assert esper.grow("mine.py:task", run, progress=False).points is not None
     with pytest.raises(ValueError, match="then allow it with trust=True"):
         esper.evaluate("run")
     assert esper.load("run", trust=True).evaluate("wait_only", num_envs=1, progress=False).rows
@@ -115,7 +115,7 @@ def test_a_name_that_is_no_task_is_refused(file, name, said, capfd):
 @pytest.mark.slow
 def test_a_growth_is_shown_stopped_continued_and_written(file, capfd, monkeypatch):
     words = ["grow", "mine.py:task", "--out", "grown", "--beside", "plain", "--steps", "6", "--flops", "1e9"]
-    words += ["--set", "executor=streamed", "workers=1"]
+    words += ["--set", "executor=streamed"]
     assert main([*words, "--resume"]) == 2
     assert "there is no grown.unfinished, so nothing can be continued" in capfd.readouterr().err
 

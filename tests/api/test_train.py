@@ -71,14 +71,6 @@ def test_a_run_works_in_another_thread(tmp_path):
     assert found[0].summary is not None
 
 
-@pytest.mark.slow
-def test_two_processes_share_the_networks(tmp_path, run):
-    alone = train(own_task(), tmp_path / "alone", workers=1)
-    shared = train(own_task(), tmp_path / "shared", workers=2)
-    assert shared.config["workers"] == 2
-    assert shared.summary["state_digest"] == alone.summary["state_digest"]
-
-
 def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_path):
     task = esper.Task(model=Looking, slots=["body"], train=points(), batch=16, episode_length=2)
     with (
@@ -93,7 +85,7 @@ def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_pa
 @pytest.mark.parametrize(
     ("task", "settings", "error", "said"),
     [
-        (None, {"wrokers": 2}, ConfigError, "unknown key wrokers; did you mean 'workers'"),
+        (None, {"thraeds": 2}, ConfigError, "unknown key thraeds; did you mean 'threads'"),
         (None, {"ppo.lrr": 1e-3}, ConfigError, "unknown key ppo.lrr; did you mean 'lr'"),
         (None, {"num_envs": 0}, ConfigError, "num_envs is 0; it must be at least 1"),
         (None, {"reward": "objektive"}, ConfigError, "did you mean 'objective'"),

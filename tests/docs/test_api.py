@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8
 TEN_LINES, WEIGHTS, SEVERAL, _TORCHVISION, BLUEPRINT = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
-SMALL = "rounds=1, num_envs=2, workers=1, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
+SMALL = "rounds=1, num_envs=2, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
 
 
 class MyNet(torch.nn.Module):
@@ -83,7 +83,7 @@ def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
     program = (
         TEN_LINES.replace("rounds=30, num_envs=8", SMALL)
         .replace("batch=128", "batch=128, episode_length=10")
-        .replace("minutes=10, params=50_000)", "minutes=0.02, params=50_000), workers=1, progress=False")
+        .replace("minutes=10, params=50_000)", "minutes=0.02, params=50_000), progress=False")
     )
     check_ten_lines(program, 1, tmp_path, monkeypatch)
 

@@ -48,7 +48,7 @@ NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
     "ppo": {"feature_width": 32, "hidden_width": 32, "update_epochs": 1, "num_minibatches": 2},
 }  # fmt: skip
-TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "workers": 1, "lifecycle": {"sequential": False}}
+TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "lifecycle": {"sequential": False}}
 
 
 def config(device: torch.device, **told: object) -> RunConfig:

@@ -66,7 +66,6 @@ def trained(of: Published, executor: str) -> "esper.Grown":
         best_of=2,
         progress=False,
         executor=executor,
-        workers=1,
     )
     germinated = {row.slot for row in grown.timeline if row.event == "germinated"}
     if germinated != set(of.slots):
@@ -126,7 +125,7 @@ def plain_network(model: Callable[[], nn.Module], x: object) -> nn.Module:
 def first_weights(task: "esper.Task", executor: str) -> tuple[dict[str, Tensor], str]:
     """Parameters and buffers of the first host before training, by their names in the network; the executor taken."""
     with in_process(task.spec):
-        config = resolve({"task": task.spec.name, "seed": 0, "executor": executor, "workers": 1, "compile": "off"})
+        config = resolve({"task": task.spec.name, "seed": 0, "executor": executor, "compile": "off"})
         device = device_of(config)
         engine = engine_of(config, dataset_of(config, device), device, engine_config=config.engine(num_envs=2))
         engine.reset(controllers.baseline("wait_only", config).make(engine.spec), episode=0)
@@ -168,7 +167,7 @@ def agreement(of: Published, executor: str) -> tuple[str, str]:
     changes = {"optimizer": "sgd", "lr": 0.01, "batches_per_step": PER_STEP, "episode_length": STEPS}
     task = quiet.task(val=(x, y), test=(x, y), **changes)
     weights, taken = first_weights(task, executor)
-    grown = esper.grow(task, method="wait_only", steps=STEPS, progress=False, executor=executor, workers=1)
+    grown = esper.grow(task, method="wait_only", steps=STEPS, progress=False, executor=executor)
     network = plain_network(model, x)
     load(network, weights)
     before = evaluated(network, x)

@@ -32,7 +32,7 @@ HOSTS, STEPS = 3, 10
 
 
 def config(**reward: float) -> RunConfig:
-    options = {"task": "climbed", "episode_length": STEPS, "workers": 1, "executor": "streamed"}
+    options = {"task": "climbed", "episode_length": STEPS, "executor": "streamed"}
     return resolve(options | {"reward": reward, "optimizer": {"host_lr": 0.05, "seed_lr": 0.5}})
 
 

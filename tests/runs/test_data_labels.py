@@ -29,7 +29,7 @@ def test_a_data_set_is_named_with_its_copy():
 
 
 def test_training_and_evaluation_say_which_copy_they_measured(tmp_path, capfd):
-    options = ["--task", "copied", *OPTIONS["tiny"][2:], "--workers", "1"]
+    options = ["--task", "copied", *OPTIONS["tiny"][2:]]
     assert main(["train", "--rounds", "1", "--out", str(tmp_path / "run"), *options]) == 0
     assert f"\ndata: {LABEL}\n" in capfd.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"] == LABEL

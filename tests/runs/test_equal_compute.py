@@ -33,7 +33,7 @@ SIZE = ["--task", "one_slot", "--episode-length", "4", "--num-envs", "6"]
 
 
 def config(task: str = "one_slot", steps: int = 4) -> Any:
-    return resolve({"task": task, "episode_length": steps, "workers": 1, "executor": "streamed"})
+    return resolve({"task": task, "episode_length": steps, "executor": "streamed"})
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def grow() -> Iterator[Callable[..., Growth]]:
     """`grow("halving", flops=...)`: a growth of the task, before its first step."""
     with ExitStack() as stack:
         stack.enter_context(in_process(TASK.spec))
-        config = resolve({"task": TASK.spec.name, "executor": "streamed", "workers": 1, "threads": 1})
+        config = resolve({"task": TASK.spec.name, "executor": "streamed", "threads": 1})
         dataset = TASK.spec.load(None, 0)
 
         def begun(

@@ -21,7 +21,7 @@ from small_runs import contents, main
 
 register_task(tiny.task(name="tiny_single", enabled=("r0c1",)))
 TASKS = ("faulty_null", "faulty_null", "tiny_single")
-SIZES = {"num_envs": 3, "episode_length": 6, "workers": 1}
+SIZES = {"num_envs": 3, "episode_length": 6}
 PPO = {"feature_width": 8, "hidden_width": 8, "update_epochs": 1, "num_minibatches": 2}
 
 
@@ -99,7 +99,7 @@ def test_a_folder_of_other_tasks_or_of_something_else_is_refused_and_left_as_it_
 def test_the_command_line_trains_over_several_tasks_and_says_what_to_do_next(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--num-envs", "3", "--episode-length", "6", "--workers", "1", *small_runs.FAST]
+    options = ["--num-envs", "3", "--episode-length", "6", *small_runs.FAST]
     tasks = ["--task", "faulty_null", "--task", "faulty_null"]
     assert main(["train", "--rounds", "2", *tasks, *options]) == 2
     assert "several tasks train one policy: give --out, the folder to keep it in" in capfd.readouterr().err

@@ -25,7 +25,7 @@ assert small_runs
 
 
 def tiny_config(**changes: object) -> RunConfig:
-    return resolve({"task": "tiny", "episode_length": 4, "workers": 1, "executor": "streamed", **changes})
+    return resolve({"task": "tiny", "episode_length": 4, "executor": "streamed", **changes})
 
 
 def key(config: RunConfig | None = None, name: str = "heuristic", seed: int = 7, hosts: int = 2) -> dict[str, object]:
@@ -80,7 +80,7 @@ def test_whatever_decides_an_outcome_changes_its_key() -> None:
         *(key_of(config, None, one, run_seed=7, num_envs=2) for one in grown),
     ]  # fmt: skip
     assert len({json.dumps(one, sort_keys=True) for one in keys}) == len(keys)
-    assert key(tiny_config(rounds=99, num_envs=4, workers=2)) == key()
+    assert key(tiny_config(rounds=99, num_envs=4, blocks=2)) == key()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])

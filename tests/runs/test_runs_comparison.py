@@ -169,7 +169,7 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
 
 
 def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit() -> None:
-    config = resolve({"task": "tiny", "episode_length": 5, "workers": 1})
+    config = resolve({"task": "tiny", "episode_length": 5})
     source = outcome_of(baseline("wait_only", config), config, hosts=3, seed=3)
     assert source.grown == (Architecture(),) * 3
     params = source.stats.host_params
@@ -338,7 +338,7 @@ def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run:
 
 
 def test_static_common_is_the_most_frequent_structure() -> None:
-    config = resolve({"task": "tiny", "episode_length": 3, "workers": 1})
+    config = resolve({"task": "tiny", "episode_length": 3})
     rare, common = (Architecture.of_lines([line]) for line in ("r0c0 norm ADD", "r0c1 norm MULTIPLY"))
     controller = derived("static_common", config, "x", [rare, common, common], np.ones(3))
     assert controller.note == "static_common: r0c1 norm MULTIPLY (2 of 3 hosts of x)."
@@ -346,7 +346,7 @@ def test_static_common_is_the_most_frequent_structure() -> None:
 
 
 def test_a_big_host_has_as_many_parameters_as_the_controller_ends_with_and_is_charged_for_them() -> None:
-    config = resolve({"task": "tiny", "episode_length": 3, "workers": 1})
+    config = resolve({"task": "tiny", "episode_length": 3})
     host = config.task_spec().host
     assert host is not None
     # 9 b + 2 b + 18 b^2 + 4 b + 6 b + 3: 375 for b = 4, 558 for 5, 777 for 6

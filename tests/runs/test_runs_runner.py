@@ -70,23 +70,11 @@ def test_a_summary_says_what_the_run_came_to(whole):
     assert found["state_digest"] != json.loads((whole["null"] / "summary.json").read_text())["state_digest"]
 
 
-@pytest.mark.slow
-def test_a_run_in_two_processes_is_that_of_one(whole):
-    assert summary(whole["shared"]) == summary(whole["streamed"])
-    shared, streamed = (records(whole[kind]) for kind in ("shared", "streamed"))
-    for events in (shared["events.jsonl"], streamed["events.jsonl"]):
-        del events[0]["config_sha256"]
-    assert shared == streamed
-    kept, expected = (tomllib.loads((whole[kind] / "config.toml").read_text()) for kind in ("shared", "streamed"))
-    assert kept == expected | {"workers": 2}
-
-
 SLOW = pytest.mark.slow
 INTERRUPTED = [
     ("tiny", [(2, 3)]),
     ("null", [(2, 8)]),  # the last step of a round: it ends after the update
     pytest.param("null", [(2, 3)], marks=SLOW),
-    pytest.param("shared", [(2, 2)], marks=SLOW),
     pytest.param("tiny", [(1, 1), (1, 4), (2, 5), (3, 1)], marks=SLOW),
 ]
 

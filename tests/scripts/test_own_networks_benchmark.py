@@ -7,7 +7,7 @@ import pytest
 from own_networks import Hosts, Options, cases, check_same, compared, markdown, share_of_peak, task_of, ways_of
 
 CASES = {case.name: case for case in cases()}
-FEW = Options(batches=2, val_examples=8, repetitions=1, workers=1)
+FEW = Options(batches=2, val_examples=8, repetitions=1)
 
 
 def small(name):

@@ -15,7 +15,7 @@ SMALL_IMAGES = replace(IMAGES, name="small images", size=8, batch=16)
 @pytest.mark.parametrize(("shape", "hosts"), [(SMALL_IMAGES, 7), (SMALL_TEXT, 7)], ids=["images", "text"])
 def test_the_plain_networks_train_and_measure_as_streamed_hosts_do(shape, hosts):
     """Seven hosts hold every blueprint, in every algorithm."""
-    ours = SharedHosts.build(shape, hosts, 2 * shape.batch, 24, executor="streamed", workers=1)
+    ours = SharedHosts.build(shape, hosts, 2 * shape.batch, 24, executor="streamed")
     loops = loops_of(shape, ours)
     kinds = {(grown.seed.__class__, grown.blend) for net in loops.nets for grown in net.seeds.children()}
     assert {blend for _, blend in kinds} == {"ADD", "MULTIPLY", "GATE"}

@@ -178,7 +178,7 @@ def test_what_cannot_be_compared_is_said(options, words, tmp_path, capsys):
 def test_esper_counts_a_network_as_the_usual_ways_do(name, make):
     host, data = HOST[name], make()
     budget = 8.0 * budget_of(host, data, 2.0)
-    found = esper.grow(task_of(host, data, 2.0), "plain", budget=esper.Budget(flops=budget), workers=1, progress=False)
+    found = esper.grow(task_of(host, data, 2.0), "plain", budget=esper.Budget(flops=budget), progress=False)
     assert found.flops == forward_flops(host, data, 1.0)
 
 

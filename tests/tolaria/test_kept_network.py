@@ -26,7 +26,6 @@ HOW = {
     "streamed": {},
     "fused": {"executor": "fused"},
     "native": {"executor": "native"},
-    "shared": {"workers": 2},
 }
 
 
@@ -39,9 +38,7 @@ def episode(engine, blueprint):
     return client, engine.rollout(client)
 
 
-@pytest.mark.parametrize(
-    "executor", [pytest.param(name, marks=[pytest.mark.slow] * (name == "shared")) for name in HOW]
-)
+@pytest.mark.parametrize("executor", HOW)
 def test_a_fossil_and_a_rollback_of_the_last_step_are_in_what_is_kept(executor):
     reports = []
     task, rules = tiny.task(optimizer=FAST_SEEDS), GovernorConfig(snapshot_every=4)
@@ -49,8 +46,6 @@ def test_a_fossil_and_a_rollback_of_the_last_step_are_in_what_is_kept(executor):
     faulty = WithFaults(inner.executor, {E: {2: float("nan")}})
     engine = VectorizedEngine(inner.config, faulty, inner.spec, on_step=reports.append)
     client, stats = episode(engine, CONV_HEAVY)
-    if executor == "shared":
-        inner.executor.close()
     live = [report.val_acc for report in reports]
     # 0: all of the seed was active when the step was measured, and committed accuracy was still that of the host alone
     assert stats.fossilized.tolist() == [1, 0, 0]

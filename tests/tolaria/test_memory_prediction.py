@@ -30,7 +30,7 @@ train = shape.batch
 data = shortened(task.load(None, 0), train, 64)
 config = EngineConfig(num_envs=hosts, slots=task.enabled, episode_length=8, executor=executor)
 predicted = predict(config, task, data, CPU)
-grown = SharedHosts.build(shape, hosts, train, 64, executor=executor, workers=1)
+grown = SharedHosts.build(shape, hosts, train, 64, executor=executor)
 grown.step()
 # not ru_maxrss, which starts at the peak of the process that started this one
 peak = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))

@@ -88,10 +88,18 @@ class Group:
         return found or []
 
     def of_first(self, compute: Callable[[], T]) -> T:
-        """What the first rank computes, on every rank."""
-        found: list[Any] = [compute() if self.is_first else None]
-        if not self.alone:
-            self._exchange(lambda: dist.broadcast_object_list(found))
+        """What the first rank computes, on every rank; every rank raises what it raises."""
+        if self.alone:
+            return compute()
+        found: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                found[0] = compute()
+            except Exception as error:
+                found[1] = error
+        self._exchange(lambda: dist.broadcast_object_list(found))
+        if found[1] is not None:
+            raise found[1]
         result: T = found[0]
         return result
 
@@ -252,6 +260,8 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
     within = timedelta(seconds=timeout)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=within))
+        # where the launcher keeps one store for all attempts, addresses of ranks that have ended are in it
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

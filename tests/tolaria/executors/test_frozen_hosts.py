@@ -139,9 +139,8 @@ def task(**settings: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_checkpoint_goes_on_with_the_same_backbone_alone(workers):
-    engine = tiny.engine(2, 4, of=task(), workers=workers)
+def test_a_checkpoint_goes_on_with_the_same_backbone_alone():
+    engine = tiny.engine(2, 4, of=task())
     client = ToyClient(engine.spec)
     engine.reset(client, 0)
     engine.rollout(client)

@@ -384,11 +384,18 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     Raises:
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
-    if is_restarted() and about_of(path).get("asked") == fingerprint(config):
-        return resume(config_of_run(path, {}, trust=True), path, console)
-    require_free(path)
-    require_installed(config.sinks)
     asked = {"asked": fingerprint(config)}
+
+    def continues() -> bool:
+        """Whether the directory is that of this run before the ranks were started again."""
+        if is_restarted() and asked.items() <= about_of(path).items():
+            return True
+        require_free(path)
+        return False
+
+    if group().of_first(continues):
+        return resume(config_of_run(path, {}, trust=True), path, console)
+    require_installed(config.sinks)
     config = with_sizes_of_policy(config)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
@@ -400,11 +407,15 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
 
 def _directory(path: Path, open_first: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory: opened by the first rank, and shared by the others."""
-    if group().is_first:
-        directory = open_first()
-    found = group().of_first(lambda: path.stat().st_ino)
-    if group().is_first:
-        return directory
+    opened = list[RunDirectory]()
+
+    def open_it() -> int:
+        opened.append(open_first())
+        return path.stat().st_ino
+
+    found = group().of_first(open_it)
+    if opened:
+        return opened[0]
     if not (path.is_dir() and path.stat().st_ino == found):
         raise RunDirectoryError(f"{path} is not the folder of rank 0; all ranks of a run need one shared folder.")
     return RunDirectory.share(path)

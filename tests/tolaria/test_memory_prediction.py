@@ -50,25 +50,24 @@ def test_the_prediction_is_within_a_fifth_of_the_peak(kind, hosts):
     assert found["predicted"] > 1.1 * found["process"], "the hosts must weigh something here"
 
 
-TOY = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=False, processes=2, threads=1)
+TOY = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=False, threads=2)
 
 
-def test_the_parts_grow_with_processes_hosts_and_hosts_at_once():
-    # two processes, eight hosts, two of them at once
-    assert TOY.total(8) == (2 * 100 + 8 * 10 + 2 * 30) * MIB
-    assert TOY.total(1) == (100 + 10 + 30) * MIB  # one process is enough
-    fused = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=True, processes=1, threads=1)
+def test_the_parts_grow_with_hosts_and_hosts_at_once():
+    assert TOY.total(8) == (100 + 8 * 10 + 2 * 30) * MIB
+    assert TOY.total(1) == (100 + 10 + 30) * MIB  # one at once
+    fused = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=True, threads=1)
     assert fused.total(8) == (100 + 8 * 40) * MIB
 
 
 def test_too_many_hosts_are_refused_with_the_most_that_fit():
-    # 8 hosts take 240 MiB besides this process, 9 take 250
-    assert TOY.most_hosts(249 * MIB) == 8
-    TOY.require(8, 249 * MIB)
+    # 8 hosts take 140 MiB besides this process, 9 take 150
+    assert TOY.most_hosts(149 * MIB) == 8
+    TOY.require(8, 149 * MIB)
     with pytest.raises(
-        ConfigError, match=r"num_envs is 9, which needs about 0\.34 GiB.*at most 8 fit: set num_envs to 8"
+        ConfigError, match=r"num_envs is 9, which needs about 0\.24 GiB.*at most 8 fit: set num_envs to 8"
     ):
-        TOY.require(9, 249 * MIB)
+        TOY.require(9, 149 * MIB)
     with pytest.raises(ConfigError, match="not even one fits: use a smaller batch"):
         TOY.require(1, 20 * MIB)
 

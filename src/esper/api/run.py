@@ -21,7 +21,7 @@ from esper.runs.assembly.values import Values, nested, read_toml
 from esper.runs.evaluation.controllers import known_names
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tasks.registry import TaskSpec, registered, task_by_name
-from esper.telemetry.progress import RunConsole, warn
+from esper.telemetry.progress import RunConsole, ranks_of_job, warn
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY, require_run
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Run:
 
         with in_process(self.task):
             config = self.resolved(given({}, rounds=rounds))
-            with runner.ranks_of_job(config):
+            with ranks_of_job(config.rank_timeout):
                 summary = runner.resume(config, self.directory, console(progress))
         require_finished(summary, self.directory, task=self.task is not None)
         return self
@@ -234,7 +234,7 @@ def train(
     values["task"] = task if isinstance(task, str) else spec.name
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
-        with runner.ranks_of_job(config) as group:
+        with ranks_of_job(config.rank_timeout) as group:
             path = group.of_first(lambda: free_folder(config, config.preset) if out is None else folder(out))
             summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
@@ -349,6 +349,7 @@ def evaluate(
         for spec in own.values():
             stack.enter_context(in_process(spec))
         stack.enter_context(in_process(None))
+        stack.enter_context(ranks_of_job())
         return compare(
             [one.resolved(changes) for one in runs],
             [one.directory for one in runs],

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder
+from esper.cli.launch import in_ranks
+from esper.cli.options import FilePath, Flag, Number, Plugins, Ranks, Text, overrides, placeholder
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import RunConsole, ranks_of_job
 from esper.telemetry.run_directory import plain_json
 
 if TYPE_CHECKING:
+    from esper.leyline.ranks import Group
     from esper.runs.assembly.run_config import RunConfig
 
 
@@ -63,6 +65,7 @@ class Evaluate:
     """Plugins to import; with a run, those of its plugins that may be executed."""
     trust: Flag = False
     """Execute all plugins that the run directories name."""
+    ranks: Ranks = None
     json: Flag = False
     """Print the results of every host as JSON instead of the table."""
 
@@ -78,20 +81,25 @@ def evaluate(command: Evaluate) -> int:
     if len(set(tasks)) < len(tasks):
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
     configs = [_configs(command, runs, task) for task in tasks]
-    found = [
-        compare(
-            of_task,
-            runs,
-            baselines,
-            best=command.best,
-            seeds=command.seed,
-            num_envs=command.num_envs,
-            flops=command.flops_per_host,
-            out=command.out,
-            console=RunConsole(stderr=True),
-        )
-        for task, of_task in zip(tasks, configs, strict=True)
-    ]
+    if command.ranks not in (None, 1):
+        return in_ranks(command.ranks)
+    with ranks_of_job() as group:
+        found = [
+            compare(
+                of_task,
+                runs,
+                baselines,
+                best=command.best,
+                seeds=command.seed,
+                num_envs=command.num_envs,
+                flops=command.flops_per_host,
+                out=command.out,
+                console=RunConsole(stderr=True),
+            )
+            for of_task in configs
+        ]
+    if not group.is_first:
+        return 0
     reports = [comparison.report() for comparison in found]
     text = json.dumps(plain_json(reports if len(reports) > 1 else reports[0]), indent=2)
     if command.out is not None:
@@ -179,30 +187,38 @@ class Search:
     """Folder of the data files. ($ESPER_DATA)"""
     executor: Text = None
     """How hosts are run: streamed, fused, native or auto. (auto)"""
-    workers: Number = None
-    """Processes that share the hosts on a CPU. (set by the preset)"""
+    ranks: Ranks = None
     plugins: Plugins = ()
     """Plugins that register tasks or blueprints."""
 
 
 def search(command: Search) -> int:
     """Search, write the files and print what was found."""
-    from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
     from esper.runs.assembly.presets import resolve
-    from esper.runs.assembly.run_config import free_folder
-    from esper.runs.evaluation import search as searching
-    from esper.telemetry.progress import PassProgress
 
     given = overrides(command)
     given.pop("num_envs", None)  # of the search, not of the training run that gives the default budget
     config = resolve(given)
+    if command.ranks not in (None, 1):
+        return in_ranks(command.ranks)
+    with ranks_of_job() as group:
+        return _search(command, config, group)
+
+
+def _search(command: Search, config: "RunConfig", group: "Group") -> int:
+    """Search with the other ranks; the first one writes."""
+    from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
+    from esper.runs.assembly.run_config import free_folder
+    from esper.runs.evaluation import search as searching
+    from esper.telemetry.progress import PassProgress
+
     budget = searching.default_budget(config) if command.budget is None else command.budget
-    folder = free_folder(config, "search") if command.out is None else command.out
+    folder = group.of_first(lambda: free_folder(config, "search") if command.out is None else command.out)
     console = RunConsole()
     if command.portfolio:
         if command.heuristic or command.num_envs is not None:
             raise ConfigError("--portfolio goes with neither --heuristic nor --num-envs; leave one of them out.")
-        _search_plans(config, budget, folder, console)
+        _search_plans(config, budget, folder, console, group)
         return 0
     num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
     config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
@@ -214,15 +230,17 @@ def search(command: Search) -> int:
     device = device_of(config)
     dataset = dataset_of(config, device)
     require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=num_envs, episodes=passes)
-    with _made(folder), PassProgress(console, passes) as progress:
+    with _made(folder, group), PassProgress(console, passes) as progress:
         find = searching.tune if command.heuristic else searching.search
         found = find(config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage)
-        found.write(folder)
-    found.show(folder, console)
+        if group.is_first:
+            found.write(folder)
+    if group.is_first:
+        found.show(folder, console)
     return 0
 
 
-def _search_plans(config: "RunConfig", budget: int, folder: Path, console: RunConsole) -> None:
+def _search_plans(config: "RunConfig", budget: int, folder: Path, console: RunConsole, group: "Group") -> None:
     """Search portfolios and halvings, write the file and print what was found."""
     from esper.runs.assembly.assemble import require_memory
     from esper.runs.evaluation.search import PlanSearch
@@ -236,14 +254,16 @@ def _search_plans(config: "RunConfig", budget: int, folder: Path, console: RunCo
     )
     task = config.task_spec()
     require_memory(config, task, search.dataset, search.device, console.say, num_envs=hosts, episodes=passes)
-    with _made(folder), PassProgress(console, passes) as progress:
+    with _made(folder, group), PassProgress(console, passes) as progress:
         found = search.run(folder, on_pass=progress.advance, on_stage=progress.stage)
-        found.write(folder)
-    found.show(folder, console)
+        if group.is_first:
+            found.write(folder)
+    if group.is_first:
+        found.show(folder, console)
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _made(folder: Path, group: "Group") -> Iterator[None]:
     """Create the folder before the search begins; remove it if nothing was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,5 +272,5 @@ def _made(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not any(folder.iterdir()):
+        if group.is_first and not any(folder.iterdir()):
             folder.rmdir()

@@ -4,14 +4,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
-from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments
 from esper.leyline.errors import ConfigError
 
 
-def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `esper ARGUMENTS` in so many processes, which find each other; returns the exit code.
+def in_ranks(ranks: int, *more: str) -> int:
+    """Run the command of this process, and `more` arguments, in so many processes; returns the exit code.
 
     Raises:
         ConfigError: a number below 1, or this process is one of several already.
@@ -30,6 +29,10 @@ def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
             f"torchrun has started {os.environ['WORLD_SIZE']} processes already, so --ranks {ranks} would start more "
             "in each; leave one of them out."
         )
+    arguments = [word for word in given_arguments if not word.startswith("--ranks=")]
+    if "--ranks" in arguments:
+        at = arguments.index("--ranks")
+        del arguments[at : at + 2]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
     config = LaunchConfig(
@@ -45,7 +48,7 @@ def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
     )
     signal.signal(signal.SIGINT, lambda number, frame: None)  # the ranks get Ctrl-C themselves, and stop
     try:
-        elastic_launch(config, sys.executable)("-m", "esper", *arguments)
+        elastic_launch(config, sys.executable)("-m", "esper", *arguments, *more)
     except SignalException:
         return EXIT_STOPPED
     except ChildFailedError as error:
@@ -53,8 +56,9 @@ def in_ranks(ranks: int, arguments: Sequence[str]) -> int:
         if {EXIT_STOPPED, -signal.SIGINT} & set(codes.values()):
             return EXIT_STOPPED
         # when one ends, the launcher ends the others by SIGTERM
-        killed = [f"rank {rank} by signal {-code}" for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
+        killed = {rank: -code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
         if killed and EXIT_ERROR not in codes.values():
-            print(f"esper: killed: {', '.join(killed)}, perhaps for lack of memory", file=sys.stderr)
+            names = ", ".join(f"rank {rank} by signal {number}" for rank, number in killed.items())
+            print(f"esper: killed: {names}, perhaps for lack of memory", file=sys.stderr)
         return EXIT_ERROR
     return 0

@@ -26,6 +26,11 @@ def placeholder(metavar: str) -> object:
 
 Text = Annotated[str | None, placeholder("NAME")]
 Number = Annotated[int | None, placeholder("N")]
+Ranks = Annotated[
+    int | None,
+    placeholder("N"),
+    tyro.conf.arg(help="Processes of this machine that share the work, as torchrun starts them on many. (1)"),
+]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 FilePath = Annotated[Path | None, placeholder("PATH")]
 _MANY = tuple[tuple[str, ...], ...]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from esper.cli.launch import in_ranks
 from esper.cli.options import (
     EXIT_STOPPED,
     FilePath,
@@ -13,15 +14,15 @@ from esper.cli.options import (
     Names,
     Number,
     Plugins,
+    Ranks,
     Text,
-    given_arguments,
     joined,
     overrides,
     placeholder,
 )
 from esper.leyline.errors import ConfigError
 from esper.leyline.errors import command as command_line
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import RunConsole, ranks_of_job
 from esper.telemetry.run_directory import plugins_of
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class Train:
     """Folder of the data files. ($ESPER_DATA)"""
     executor: Text = None
     """How hosts are run: streamed (one by one), fused (all at once), native (C++ on a CPU) or auto. (auto)"""
-    ranks: Number = None
-    """Processes of this machine that share the hosts, as torchrun starts them on many. (1)"""
+    ranks: Ranks = None
     compile: Text = None
     """Use torch.compile for policy and reward: off, on or auto, which is on for CUDA. (auto)"""
     amp: Text = None
@@ -103,7 +103,7 @@ def train(command: Train) -> int:
         return _in_ranks(command, command.ranks)
     if command.resume is not None:
         path, config = command.resume, _continued(command, command.resume)
-        with runner.ranks_of_job(config) as group:
+        with ranks_of_job(config.rank_timeout) as group:
             summary = runner.resume(config, path, console)
     elif len(command.task) > 1:
         return _train_mixture(command, console)
@@ -112,7 +112,7 @@ def train(command: Train) -> int:
         if command.architecture is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        with runner.ranks_of_job(config) as group:
+        with ranks_of_job(config.rank_timeout) as group:
             path = group.of_first(lambda: command.out or free_folder(config, config.preset))
             summary = runner.start(config, path, console)
     if summary is None:
@@ -128,26 +128,24 @@ def train(command: Train) -> int:
 
 def _in_ranks(command: Train, ranks: int) -> int:
     """The same command in several processes; what is wrong with it is known before they start."""
-    from esper.cli.launch import in_ranks
-    from esper.leyline.ranks import Group, Ranks
+    from esper.leyline.ranks import Group
+    from esper.leyline.ranks import Ranks as Shares
     from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.run_config import free_folder
     from esper.telemetry.run_directory import require_free
 
     if len(command.task) > 1:
         raise ConfigError("several tasks train one policy in one process; leave --ranks out, or give one task.")
-    arguments = [word for word in given_arguments if not word.startswith("--ranks")]
-    if len(arguments) == len(given_arguments) - 1 and "--ranks" in given_arguments:
-        del arguments[given_arguments.index("--ranks")]  # its value
+    out: tuple[str, ...] = ()
     if command.resume is not None:
         config = _continued(command, command.resume)
     else:
         config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
         require_free(path := command.out or free_folder(config, config.preset))
-        arguments += [] if command.out else ["--out", str(path)]
+        out = () if command.out else ("--out", str(path))
     blocks = min(config.blocks or ranks, config.num_envs)
-    Ranks(config.num_envs, blocks, Group(size=ranks))
-    return in_ranks(ranks, arguments)
+    Shares(config.num_envs, blocks, Group(size=ranks))  # refuses what does not fit
+    return in_ranks(ranks, *out)
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:

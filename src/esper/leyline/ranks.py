@@ -25,6 +25,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # documented, but not exported
 
 from esper.leyline.errors import ConfigError, RankError
 
@@ -259,14 +260,14 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
         return
     within = timedelta(seconds=timeout)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=within))
+        store, rank, size = next(rendezvous("env://", timeout=within))
         # where the launcher keeps one store for all attempts, addresses of ranks that have ended are in it
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("collectives", store), rank=rank, world_size=size, timeout=within
+            backend, store=PrefixStore("collectives", store), rank=rank, world_size=size, timeout=within
         )
     except (RuntimeError, ValueError, OSError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -274,7 +275,7 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
             f"the {os.environ['WORLD_SIZE']} ranks of this job did not meet at {address} within {timeout:g} s "
             f"({str(error).partition(chr(10))[0]}); start all of them, with a port that is free."
         ) from error
-    found = Group(rank, size, dist.PrefixStore("esper", store), timeout)
+    found = Group(rank, size, PrefixStore("esper", store), timeout)
     found._introduce()
     _joined.append(found)
     try:
@@ -345,8 +346,8 @@ class Ranks:
         if self.blocks == 1:
             return parts[0]
         share = self._shares[self.group.rank]
-        own = dict(zip(share, parts, strict=True))
-        sums = [_tree_sum(node, lambda block: own[block]) for node in _nodes(range(self.blocks), share)]
+        own = {range(block, block + 1): part for block, part in zip(share, parts, strict=True)}
+        sums = [_tree_sum(node, own) for node in _nodes(range(self.blocks), share)]
         if self.alone:
             return sums[0]
         return self._exchanged(torch.stack([x.reshape(-1) for x in sums])).view_as(parts[0])
@@ -378,13 +379,7 @@ class Ranks:
         """The sum over all blocks from those of the nodes, [nodes, K] in order of ranks."""
         known = dict(zip((node for found in nodes for node in found), sums, strict=True))
 
-        def add(node: range) -> Tensor:
-            if node in known:
-                return known[node]
-            first, second = _halves(node)
-            return add(first) + add(second)
-
-        return add(range(self.blocks))
+        return _tree_sum(range(self.blocks), known)
 
     def split(self, hosts: Tensor) -> list[Tensor]:
         """Of some hosts, by global number and on the CPU, those of each own block, counted from the first own one."""
@@ -419,11 +414,12 @@ def _halves(node: range) -> tuple[range, range]:
     return range(node.start, middle), range(middle, node.stop)
 
 
-def _tree_sum(node: range, of: Callable[[int], Tensor]) -> Tensor:
-    if len(node) == 1:
-        return of(node.start)
+def _tree_sum(node: range, known: Mapping[range, Tensor]) -> Tensor:
+    """The sum over the blocks of a node from known ones below it."""
+    if node in known:
+        return known[node]
     first, second = _halves(node)
-    return _tree_sum(first, of) + _tree_sum(second, of)
+    return _tree_sum(first, known) + _tree_sum(second, known)
 
 
 def _nodes(node: range, share: range) -> list[range]:

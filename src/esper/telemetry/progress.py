@@ -21,13 +21,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from esper.leyline.ranks import Group as Ranked
 
 REFRESH = 1.0
 """Tables per second; one takes several milliseconds, in the process of the run."""
@@ -54,6 +58,9 @@ class RunConsole(Console):
 
     silent = False
 
+    def __init__(self, *, quiet: bool = False, **options: Any) -> None:  # noqa: ANN401 -- as in rich
+        super().__init__(quiet=quiet or RunConsole.silent, **options)
+
     def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 -- as in rich
         """Print, on the first rank."""
         if not RunConsole.silent:
@@ -70,6 +77,16 @@ class RunConsole(Console):
     def say(self, text: str) -> None:
         """Print one line of plain text without wrapping."""
         self.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def ranks_of_job(timeout: float = 600.0) -> Iterator["Ranked"]:
+    """Join the other ranks, if torchrun started several; the first one prints. May raise RankError."""
+    from esper.leyline.ranks import joined  # imports torch, which --help does not need
+
+    with joined(timeout) as group:
+        RunConsole.silent = not group.is_first
+        yield group
 
 
 def warn(lines: Iterable[str]) -> None:

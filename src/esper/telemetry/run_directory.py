@@ -89,7 +89,7 @@ class RunDirectory:
     def __init__(self, path: Path, names: Iterable[str]) -> None:
         self.path, self._folder = path, path.stat()
         self._files: dict[str, TextIO] = {}
-        self._unsent: list[Mapping[str, object]] = []
+        self._unsent: list[dict[str, object]] = []
         self._unsynced: set[Path] = set()
         self._database: duckdb.DuckDBPyConnection | None = None
         for name in names:
@@ -215,9 +215,9 @@ class RunDirectory:
         if EVENTS in self._files:
             self._write(EVENTS, lines)
         else:
-            self._unsent += lines
+            self._unsent += map(dict, lines)
 
-    def take_unsent(self) -> list[Mapping[str, object]]:
+    def take_unsent(self) -> list[dict[str, object]]:
         """The events of another rank than the first since the last call."""
         taken, self._unsent = self._unsent, []
         return taken

@@ -258,6 +258,21 @@ class RolloutStats:
         return ratio
 
 
+def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """The statistics of the hosts of all ranks, at the cost of the first one for all steps."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name, value in vars(first).items()
+        if isinstance(value, np.ndarray)
+    }
+    instance = {name: np.concatenate([part.instance[name] for part in parts]) for name in first.instance}
+    cost = data_replace(first.cost, env_steps=sum(part.cost.env_steps for part in parts))
+    return data_replace(first, **arrays, instance=instance, cost=cost)
+
+
 _STACKS = (
     ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "gate", "failed_checks"),
     ("has_gate", "germinated", "released", "keep", "rolled_back", "gate_passed"),

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from esper.tolaria.executors.native.normalizations import fused_batch_norm, fused_normalization
 from native_agreement import MAPS, Of, agree, parts, targets
 from torch import nn
 
@@ -13,6 +12,7 @@ from esper.kasmina.blueprints import cnn
 from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.compare import by_instructions, disagreement
+from esper.tolaria.executors.native.normalizations import fused_batch_norm, fused_normalization
 from esper.tolaria.executors.native.trace import BATCH, NoRuleError, trace
 
 # -- normalizations ----------------------------------------------------------------------------------------------------

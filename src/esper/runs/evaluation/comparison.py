@@ -22,6 +22,7 @@ from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
 from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import EngineSpec
+from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
@@ -628,7 +629,7 @@ class _Session:
         self._progress.begin(f"{controller.name}{again}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
         advance = partial(self._progress.advance, 1.0 / config.episode_length)
         if run is not None:
-            outcome = run(advance)
+            outcome = group().of_first(lambda: run(advance))
         else:
             outcome = run_controller(config, dataset, place.device, controller, **hosts, on_step=advance)
         if self._store:

@@ -12,7 +12,7 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions, 
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
+from esper.leyline.ranks import group, parts_of
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig
@@ -39,7 +40,7 @@ from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
-from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
+from esper.tolaria.state import RolloutCost, RolloutStats, StepReport, stats_of_all
 
 
 @final
@@ -115,25 +116,30 @@ def run_controller(
         val_TN.append(report.val_acc.astype(np.float32))
         on_step()
 
+    share = parts_of(num_envs, group().size)[group().rank]
+    if not share:
+        return joined_outcomes(group().gathered(None))
+    hosts = config.engine(run_seed=run_seed + _REPETITION * repetition, num_envs=num_envs)
     engine = engine_of(
         config,
         dataset,
         device,
-        engine_config=config.engine(run_seed=run_seed + _REPETITION * repetition, num_envs=num_envs),
+        engine_config=replace(hosts, num_envs=len(share), host_offset=share.start),
         on_step=listen,
         task=task,
     )
     architectures = controller.architectures * (num_envs if len(controller.architectures) == 1 else 1)
+    architectures = architectures[share.start : share.stop]
     client = controller.make(engine.spec)
     engine.architectures = architectures
     if dataset is not None:
-        share = config.lifecycle.measured_share
-        meter = CostMeter(task, dataset, engine.spec, engine.executor.costs, architectures, share)
+        measured = config.lifecycle.measured_share
+        meter = CostMeter(task, dataset, engine.spec, engine.executor.costs, architectures, measured)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None
     (test_acc,) = host_read(engine.test())
-    return Outcome(
+    own_hosts = Outcome(
         name=controller.name,
         stats=_charged(stats, engine, own) if own is not None else stats,
         test_acc=test_acc,
@@ -141,6 +147,27 @@ def run_controller(
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
         cost=meter.cost(stats) if meter else None,
         note=controller.note,
+    )
+    return joined_outcomes(group().gathered(own_hosts))
+
+
+def joined_outcomes(parts: Sequence[Outcome | None]) -> Outcome:
+    """The outcome on the hosts of all ranks, some of which may have none."""
+    first, *others = found = [part for part in parts if part is not None]
+    if not others:
+        return first
+    costs = [part.cost for part in found if part.cost is not None]
+    return replace(
+        first,
+        stats=stats_of_all([part.stats for part in found]),
+        test_acc=np.concatenate([part.test_acc for part in found]),
+        val=np.concatenate([part.val for part in found], axis=1),
+        grown=tuple(grown for part in found for grown in part.grown),
+        cost=TrainingCost(
+            *(np.concatenate([getattr(cost, name) for cost in costs], axis=-1) for name in vars(costs[0]))
+        )
+        if costs
+        else None,
     )
 
 
@@ -243,6 +270,9 @@ class OutcomeStore:
 
     def get(self, key: Key) -> Outcome | None:
         """The stored outcome, or None; raises DataError for a file that is damaged or was not written by `put`."""
+        return group().of_first(lambda: self._get(key))
+
+    def _get(self, key: Key) -> Outcome | None:
         path = self.path(key)
         if not path.exists():
             return None
@@ -273,7 +303,9 @@ class OutcomeStore:
         )
 
     def put(self, key: Key, outcome: Outcome) -> None:
-        """Write an outcome atomically; raises ConfigError if it cannot be written."""
+        """Write an outcome atomically, on the first rank; raises ConfigError if it cannot be written."""
+        if not group().is_first:
+            return
         stats, path = outcome.stats, self.path(key)
         tree = {
             "key": dict(key),

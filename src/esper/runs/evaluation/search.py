@@ -41,6 +41,7 @@ from esper.leyline.files import replacing
 from esper.leyline.lifecycle import TEMPO_NAMES
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.random import Stream, local_generator
+from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
@@ -299,10 +300,18 @@ class TrainingHosts:
                 return self.measure(script_of(policy.rule(self.spec), self.spec), episode)
         return self.measure(Heuristic(self.spec, policy), episode)
 
+    def each(self, passes: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
+        """What each of some passes measures, which do not depend on each other: ranks share them."""
+        own = {i: passes[i]() for i in range(group().rank, len(passes), group().size)}
+        self.passes += len(passes) - len(own)
+        found = {i: values for part in group().gathered(own) for i, values in part.items()}
+        return [found[i] for i in range(len(passes))]
+
     def tried(self, policies: Sequence[P], episodes: Sequence[int]) -> list[Tried[P]]:
         """Each policy on all hosts of the same episodes, H = N x episodes; best first."""
-        found = [Tried(policy=p, values=np.concatenate([self.follow(p, e) for e in episodes])) for p in policies]
-        return best_first(found)
+        values = self.each([partial(self.follow, p, e) for p in policies for e in episodes])
+        rows = [np.concatenate(values[i : i + len(episodes)]) for i in range(0, len(values), len(episodes))]
+        return best_first([Tried(policy=p, values=row) for p, row in zip(policies, rows, strict=True)])
 
 
 def best_first(tried: Sequence[Tried[P]]) -> list[Tried[P]]:
@@ -473,11 +482,14 @@ def _side_by_side(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> n
     table = ScheduleTable([plan.schedule(spec) for plan in plans], spec)
     members = np.arange(groups * size).reshape(groups, size)
     own = np.minimum(np.arange(hosts.num_envs) // size, groups - 1)
-    rows = []
-    for first in range(0, len(plans), groups):
+
+    def measured(first: int) -> np.ndarray:
         which = np.minimum(first + own, len(plans) - 1)  # plans that do not fill the last pass are repeated, unread
-        measured = hosts.measure(FixedSchedules(table, torch.from_numpy(which).to(spec.device)), episode)
-        rows += [measured[group] for group in members[: len(plans) - first]]
+        return hosts.measure(FixedSchedules(table, torch.from_numpy(which).to(spec.device)), episode)
+
+    begins = range(0, len(plans), groups)
+    of_passes = zip(begins, hosts.each([partial(measured, first) for first in begins]), strict=True)
+    rows = [values[group] for first, values in of_passes for group in members[: len(plans) - first]]
     values = np.stack(rows)
     if control is None:
         return values

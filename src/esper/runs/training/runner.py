@@ -10,8 +10,8 @@ all: lines, checkpoint, summary.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +22,7 @@ import torch
 from esper.cpp.build import compiler
 from esper.leyline.errors import ConfigError, RunDirectoryError, option
 from esper.leyline.lifecycle import TEMPO_TICKS
-from esper.leyline.ranks import Group, Ranks, group, is_restarted, joined
+from esper.leyline.ranks import Ranks, group, is_restarted
 from esper.leyline.tensor_dataclass import StateTree, below, rows_of, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
@@ -66,7 +66,7 @@ from esper.telemetry.run_directory import (
 from esper.telemetry.sinks import SINKS, Hub, require_installed
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
-from esper.tolaria.state import RolloutStats
+from esper.tolaria.state import RolloutStats, stats_of_all
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> None:
@@ -114,21 +114,6 @@ def of_all(state: StateTree, ranks: Ranks) -> StateTree:
     if not parts:
         return {}
     return {**state, **{name: torch.cat([part[name] for part in parts], dim=_axis(name)) for name in parts[0]}}
-
-
-def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:
-    """The statistics of the hosts of all ranks, at the cost of the first one for all steps."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    arrays = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name, value in vars(first).items()
-        if isinstance(value, np.ndarray)
-    }
-    instance = {name: np.concatenate([part.instance[name] for part in parts]) for name in first.instance}
-    cost = replace(first.cost, env_steps=sum(part.cost.env_steps for part in parts))
-    return replace(first, **arrays, instance=instance, cost=cost)
 
 
 _ASK_EVERY = 0.2
@@ -286,7 +271,7 @@ class Runner:
     def _all_done(self) -> bool:
         return self.rounds_done == self.config.rounds
 
-    def _finish(self) -> dict[str, object]:
+    def _finish(self) -> dict[str, object] | None:
         """Summarize the complete run, also after a resume from its last checkpoint."""
         group = self.ranks.group
         if self.last is None:  # resumed at the end of the last episode
@@ -366,14 +351,6 @@ class Runner:
             config=plain(self.config),
             trend=self.trend,
         )
-
-
-@contextmanager
-def ranks_of_job(config: RunConfig) -> Iterator[Group]:
-    """Join the other ranks, if torchrun started several; the first one prints. May raise RankError."""
-    with joined(config.rank_timeout) as found:
-        RunConsole.silent = not found.is_first
-        yield found
 
 
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:

@@ -434,8 +434,8 @@ def _train_minibatch(
             own.append(None)
             continue
         x, finite_logits = evaluate_minibatch(agent, batch)
-        sums = packed(loss_sums(x, config.clip_coef, config.forced_value_weight))
-        own.append(torch.cat((sums, (~finite_logits).to(sums.dtype)[None])))
+        of_block = packed(loss_sums(x, config.clip_coef, config.forced_value_weight))
+        own.append(torch.cat((of_block, (~finite_logits).to(of_block.dtype)[None])))
         changes += [largest_change(x)] * first
     nothing = torch.zeros(NUM_SUMS + 1, device=stopped.device)
     found = ranks.total([nothing if x is None else x.detach() for x in own])

@@ -1,0 +1,115 @@
+"""What the environment of Gymnasium costs: episodes of the null task through `esper.gym` against `VectorizedEngine.step`.
+
+Both play the same actions, some of them illegal, and look at observations and masks in every step: the environment gives
+them, and the client of the engine makes them in `act`. The two must earn the same. Episodes are measured in turn, in CPU time; the
+ratio is the median over pairs.
+
+    OMP_NUM_THREADS=1 python benchmarks/gym_step.py
+    OMP_NUM_THREADS=1 python benchmarks/gym_step.py --max-ratio 1.1       exit code 1 where it is above
+"""
+
+import statistics
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+import esper.gym
+from esper.gym.spaces import action_mask, lawful, observation_of
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
+from esper.runs.assembly.assemble import device_of, engine_of
+from esper.runs.assembly.presets import resolve
+from esper.simic.client import ScriptedClient
+from esper.simic.rewards import make_reward
+from esper.tamiyo.scripted import NoMemory, ScriptedPolicy
+from esper.telemetry.machine import environment
+from esper.tolaria.runtime import choose_device, host_read
+from paired import cpu_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compare the environment with the engine that it drives."""
+
+    hosts: int = 256
+    """Hosts of the null task."""
+    episode_length: int = 60
+    """Control steps of an episode."""
+    repetitions: int = 15
+    """Pairs of episodes; a first one is not counted."""
+    max_ratio: float = float("inf")
+    """Most time of the environment over that of the engine."""
+
+
+class Player:
+    """A script that makes what a learner looks at, as the environment does, and plays given actions [T, N, 8]."""
+
+    def __init__(self, spec: EngineSpec, actions: Tensor) -> None:
+        self.spec, self.actions = spec, actions
+        self.selectable = torch.zeros(spec.num_blueprints, dtype=torch.bool)
+        self.selectable[list(spec.selectable)] = True
+        self.earned = torch.zeros(spec.num_envs)
+
+    def begin(self, episode: int, hosts: Tensor) -> NoMemory:
+        self.earned = torch.zeros(self.spec.num_envs)
+        return NoMemory()
+
+    def decide(self, obs: Observation, memory: NoMemory) -> Tensor:
+        seen = observation_of(obs.slots, obs.hosts, obs.t, obs.episode_length, self.spec.num_blueprints)
+        host_read(seen, action_mask(obs.legal, obs.has_gate, self.selectable), obs.legal)
+        return lawful(self.actions[obs.t - 1], obs.legal, obs.has_gate, self.selectable)[0]
+
+    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
+        if step.t < self.spec.episode_length:  # the last reward is corrected by what is kept
+            self.earned += step.reward
+        return memory
+
+
+def main(options: Options) -> int:
+    """Measure and print; returns the exit code."""
+    n, length = options.hosts, options.episode_length
+    config = resolve({"task": "null", "num_envs": n, "episode_length": length, "device": "cpu"})
+    engine = engine_of(config, None, device_of(config))
+    drawn = np.random.default_rng(0).integers(engine.spec.head_sizes, size=(length, n, 8))
+    player = Player(engine.spec, torch.from_numpy(drawn))
+    client = ScriptedClient(ScriptedPolicy(player, engine.spec), make_reward("objective"))
+    env = esper.gym.make_vec("null", num_envs=n, episode_length=length, device="cpu")
+    threads = torch.get_num_threads()
+    earned = np.zeros(n, dtype=np.float32)
+
+    def by_engine() -> None:
+        engine.reset(client, 0)
+        while not engine.is_over:
+            engine.step(client)
+        engine.kept_network()
+
+    def by_environment() -> None:
+        env.reset(seed=0)
+        earned[:] = 0.0
+        for t, actions in enumerate(drawn):
+            _, reward, *_ = env.step(actions)
+            if t < length - 1:
+                earned[:] += reward
+
+    by_engine(), by_environment()
+    assert (player.earned.numpy() == earned).all(), "the two did not do the same"
+    pairs = []
+    for i in range(options.repetitions):
+        ms = {work: cpu_ms(work) for work in ((by_engine, by_environment) if i % 2 else (by_environment, by_engine))}
+        pairs.append((ms[by_engine] / length, ms[by_environment] / length))
+    ratios = [b / a for a, b in pairs]
+    ratio = statistics.median(ratios)
+    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(
+        f"null, {n} hosts, {threads} thread{'s' * (threads != 1)}: engine {a:.2f} ms per step, environment {b:.2f} ms, "
+        f"ratio {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
+    )
+    print(", ".join(map(str, environment(choose_device("cpu")).values())))
+    return int(ratio > options.max_ratio)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,16 +1,18 @@
-"""What the environment of Gymnasium costs: episodes of the null task through `esper.gym` against `VectorizedEngine.step`.
+"""What the environment of Gymnasium costs: the null task through `esper.gym` against `VectorizedEngine.step`.
 
-Both play the same actions, some of them illegal, and look at observations and masks in every step: the environment gives
-them, and the client of the engine makes them in `act`. The two must earn the same. Steps are measured in turn, in CPU time; the
-ratio is the median over episodes.
+Both play the same actions, some of them illegal, and look at observations and masks in every step: the environment
+gives them, and the client of the engine makes them in `act`. The two must earn the same. Steps are measured in turn, in
+CPU time; the ratio is the median over episodes.
 
     OMP_NUM_THREADS=1 python benchmarks/gym_step.py
     OMP_NUM_THREADS=1 python benchmarks/gym_step.py --max-ratio 1.1       exit code 1 where it is above
 """
 
+import json
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,6 +42,8 @@ class Options:
     """Control steps of an episode."""
     repetitions: int = 9
     """Pairs of episodes; a first one is not counted."""
+    json: Path | None = None
+    """Also write the numbers to this file."""
     max_ratio: float = float("inf")
     """Most time of the environment over that of the engine."""
 
@@ -54,15 +58,18 @@ class Player:
         self.earned = torch.zeros(spec.num_envs)
 
     def begin(self, episode: int, hosts: Tensor) -> NoMemory:
+        """Nothing is earned."""
         self.earned = torch.zeros(self.spec.num_envs)
         return NoMemory()
 
     def decide(self, obs: Observation, memory: NoMemory) -> Tensor:
+        """Look, and play the actions of this step."""
         seen = observation_of(obs.slots, obs.hosts, obs.t, obs.episode_length, self.spec.num_blueprints)
         host_read(seen, action_mask(obs.legal, obs.has_gate, self.selectable), obs.legal)
         return lawful(self.actions[obs.t - 1], obs.legal, obs.has_gate, self.selectable)[0]
 
     def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
+        """Add what was earned."""
         if step.t < self.spec.episode_length:  # the last reward is corrected by what is kept
             self.earned += step.reward
         return memory
@@ -113,7 +120,11 @@ def main(options: Options) -> int:
         f"null, {n} hosts, {threads} thread{'s' * (threads != 1)}: engine {a:.2f} ms per step, environment {b:.2f} ms, "
         f"ratio {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
     )
-    print(", ".join(map(str, environment(choose_device("cpu")).values())))
+    where = environment(choose_device("cpu"))
+    print(", ".join(map(str, where.values())))
+    if options.json is not None:
+        row = {"hosts": n, "engine_ms": a, "environment_ms": b, "ratio": ratio, "ratios": ratios}
+        options.json.write_text(json.dumps({"environment": where, "rows": [row]}, indent=2) + "\n")
     return int(ratio > options.max_ratio)
 
 

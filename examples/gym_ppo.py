@@ -52,7 +52,7 @@ class Agent(nn.Module):
         self.register_buffer("reads", torch.tensor(RELEVANCE))
 
     def value(self, obs: Tensor) -> Tensor:
-        """[B]"""
+        """Of each row [B]."""
         return self.critic(obs).squeeze(-1)
 
     def act(self, obs: Tensor, mask: Tensor, legal: Tensor, actions: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ class Agent(nn.Module):
 
 
 def advantages(rewards: Tensor, values: Tensor, terminated: Tensor, ended: Tensor, settings: Settings) -> Tensor:
-    """GAE [T, N]; `values` [T + 1, N]. The value after a last step is that of its final observation, in the next row."""
+    """GAE [T, N]; `values` [T + 1, N]. After a last step comes the value of its final observation, the next row."""
     found, after = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + settings.gamma * values[t + 1] * ~terminated[t] - values[t]

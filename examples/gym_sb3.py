@@ -1,10 +1,10 @@
-"""MaskablePPO of sb3-contrib on esper's environment, through an adapter to the VecEnv of stable-baselines3. Two minutes.
+"""MaskablePPO of sb3-contrib on esper's environment, by an adapter to the VecEnv of stable-baselines3. Two minutes.
 
 pip install 'esper-growth[gym]' sb3-contrib
 python examples/gym_sb3.py
 
 MaskablePPO draws all eight heads independently, by their masks: some draws are illegal together, and the environment
-waits then. Where that costs too much, draw the slot given the operation, as gym_ppo.py does.
+waits then. gym_ppo.py draws the slot given the operation instead.
 """
 
 import sys
@@ -112,12 +112,13 @@ def played(env: VecEnv, model: MaskablePPO | None, seed: int) -> tuple[float, fl
     return float(total.mean()), float(np.mean([info["objective"] for info in infos])), float(np.mean(illegal))
 
 
-def main(rollouts: int = 60, num_envs: int = 64, seed: int = 0) -> tuple[float, float]:
+def main(rollouts: int = 40, num_envs: int = 64, seed: int = 0) -> tuple[float, float]:
     """Train and compare with random actions; the rewards per episode of both."""
     hosts = esper.gym.make_vec("null", num_envs=num_envs, seed=seed, device="cpu")
     env, steps = VecMonitor(HostsForSB3(hosts)), 60
-    model = MaskablePPO("MlpPolicy", env, n_steps=steps, batch_size=steps * num_envs // 4, n_epochs=4, gamma=0.995,
-                        learning_rate=lambda left: 2e-3 * left, ent_coef=0.01, seed=seed, device="cpu")  # fmt: skip
+    model = MaskablePPO("MlpPolicy", env, n_steps=steps, batch_size=steps * num_envs // 4, n_epochs=10, gamma=0.995,
+                        learning_rate=lambda left: 2e-3 * left, ent_coef=0.003, seed=seed, device="cpu",
+                        policy_kwargs={"net_arch": [128, 128]})  # fmt: skip
     began = time.perf_counter()
     model.learn(rollouts * steps * num_envs)
     seconds = time.perf_counter() - began

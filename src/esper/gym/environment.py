@@ -76,6 +76,8 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         seed: run seed until `reset` gives another one.
     """
 
+    _legal: Bool[Tensor, "N 6 S"]
+    """What is legal in the open step; WAIT alone where nothing would be executed."""
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # type: ignore[misc]
 
     def __init__(
@@ -130,7 +132,7 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self._episode += 1
         self._step = self._engine.observe(self._client)
         self._began = True
-        obs, info, _, _ = self._look(torch.zeros_like(self._step.panic))
+        obs, info, _ = self._look(torch.zeros_like(self._step.panic))
         return obs, _with_masks(info)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Info]:
@@ -157,24 +159,22 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self._step = None if over else engine.observe(client)
         kept = self._kept() if over else {}
         self._began = True
-        obs, info, panic, penalty = self._look(illegal)
+        obs, info, penalty = self._look(illegal)
         assert self._report is not None
         valid = self._report.decided
         reward = np.where(valid, self._report.reward, np.float32(0.0))
-        told = panic & valid
+        told = info["rolled_back"] & valid
         reward[told] = penalty[told]
         if "final_reward" in kept:
             reward = self._with_final(reward, kept["final_reward"])
-        ends = np.full(self.num_envs, over)
         cut = engine.config.time_limit == "truncate"
-        if not isinstance(self._reward, EpisodeReward):
-            ends_here = told | (ends & (not cut))
-        else:  # a rollback is a step within the episode
-            ends_here = ends & (not cut)
-        return obs, reward, ends_here, ends & cut, _with_masks(info | kept)
+        terminated, truncated = (np.full(self.num_envs, over and which) for which in (not cut, cut))
+        if not isinstance(self._reward, EpisodeReward):  # under one, a rollback is a step within the episode
+            terminated |= told
+        return obs, reward, terminated, truncated, _with_masks(info | kept)
 
-    def _look(self, illegal: Bool[Tensor, " N"]) -> tuple[np.ndarray, Info, np.ndarray, np.ndarray]:
-        """Observation and info of the open step, or after the last one; who is rolled back, and what that costs."""
+    def _look(self, illegal: Bool[Tensor, " N"]) -> tuple[np.ndarray, Info, np.ndarray]:
+        """Observation and info of the open step, or after the last one; and the last reward of who is rolled back."""
         engine, step = self._engine, self._step
         state, spec = engine.state, engine.spec
         only_waits = waits(spec.device)[:, None].expand(spec.num_envs, -1, spec.num_slots)
@@ -186,8 +186,9 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             self._legal = step.obs.legal & (only_waits | step.healthy[:, None, None])
         seen = observation_of(slots, hosts, engine.t, spec.episode_length, spec.num_blueprints)
         mask = action_mask(self._legal, slots.has_gate, self._selectable)
-        obs, mask, legal, illegal, panic, penalty = host_read(seen, mask, self._legal, illegal, panic, penalty)
-        return obs, {"action_mask": mask, "legal": legal, "illegal": illegal, "rolled_back": panic}, panic, penalty
+        told = {"action_mask": mask, "legal": self._legal, "illegal": illegal, "rolled_back": panic}
+        obs, cost, *arrays = host_read(seen, penalty, *told.values())
+        return obs, dict(zip(told, arrays, strict=True)), cost
 
     def _kept(self) -> Info:
         """What the episode leaves."""
@@ -206,7 +207,8 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         column = list(self._reward.terms).index("terminal")
         terms = self._report.breakdown
         others = np.delete(terms, column, axis=1).sum(axis=1)
-        return np.where(self._report.decided, reward + (final - terms[:, column]), others + final)
+        whole: np.ndarray = np.where(self._report.decided, reward + (final - terms[:, column]), others + final)
+        return whole
 
     def _checked(self, actions: np.ndarray) -> Int[Tensor, "N 8"]:
         """The actions as a tensor, each inside of the action space."""

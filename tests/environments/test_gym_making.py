@@ -74,6 +74,7 @@ def test_a_task_of_the_users_is_taken_with_its_threads_and_its_name_left_alone()
         ({"num_envs": 0}, ConfigError, "num_envs is 0"),
         ({"episode_length": 0}, ConfigError, "episode_length is 0"),
         ({"seed": -1}, ConfigError, "seed is -1"),
+        ({"render_mode": "human"}, ConfigError, "render_mode is 'human', but hosts are not drawn"),
         ({"ppo.lr": 1.0}, ConfigError, "ppo.lr is a setting of a run"),
         ({"rounds": 3}, ConfigError, "rounds is a setting of a run"),
     ],

@@ -42,6 +42,7 @@ def make_vec(
     seed: int = 0,
     episode_length: int | None = None,
     device: str | None = None,
+    render_mode: str | None = None,
     **settings: Any,  # noqa: ANN401 -- validated with the configuration
 ) -> GrowingHosts:
     """A vector environment of Gymnasium whose environments are the hosts of a task.
@@ -53,12 +54,15 @@ def make_vec(
         seed: of the hosts, until `reset` gives another one.
         episode_length: control steps of an episode, set by the task if not given.
         device: "auto", "cpu", "cuda" or "cuda:N".
+        render_mode: None; hosts are not drawn.
         settings: any key of the configuration of a run that is not about its learner, such as time_limit="truncate" or
             **{"lifecycle.min_prune_age": 3}.
 
     Raises:
         ConfigError, RegistryError, DataError: what is wrong, and how to continue.
     """
+    if render_mode is not None:
+        raise ConfigError(f"render_mode is {render_mode!r}, but hosts are not drawn; leave it out.")
     _refuse_settings_of_a_run(settings)
     spec = spec_of(task)
     values = given(settings, num_envs=num_envs, reward=reward, seed=seed, episode_length=episode_length, device=device)

@@ -173,6 +173,9 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             terminated |= told
         return obs, reward, terminated, truncated, _with_masks(info | kept)
 
+    def render(self) -> None:
+        """Nothing: hosts are not drawn."""
+
     def _look(self, illegal: Bool[Tensor, " N"]) -> tuple[np.ndarray, Info, np.ndarray]:
         """Observation and info of the open step, or after the last one; and the last reward of who is rolled back."""
         engine, step = self._engine, self._step

@@ -25,6 +25,7 @@ BENCHMARKS = {  # module: (options, those with a limit that is missed)
          "only": tuple(name for name in CHOICES if name != "threads")},  # a second thread may wait long for a core
         None,
     ),
+    "gym_step": ({"hosts": 4, "episode_length": 6, "repetitions": 1}, {"max_ratio": 0.0}),
     "benchmark_hot_path": ({**RUN, "compare": SETTINGS}, {"min_eps": 1e9}),
     "profile_hot_path_operations": ({"hosts": (2,), "steps": 4, "repetitions": 2, "device": "cpu"}, None),
 }  # fmt: skip

@@ -28,7 +28,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     `**settings` with the configuration.
     """
     signature, kinds = inspect.signature(function), cache(partial(_kinds, function))
-    name = f"esper.{function.__qualname__.removesuffix('.__init__')}"
+    home = "esper.gym" if function.__module__ == "esper.gym" else "esper"
+    name = f"{home}.{function.__qualname__.removesuffix('.__init__')}"
     known = [each for each in signature.parameters if each != "self"]
 
     @wraps(function)

@@ -8,6 +8,7 @@ All work is masked over hosts; this file has no loop over hosts.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import replace as data_replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from esper.kasmina.rules.slot_fields import require_known_stages
 from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
+from esper.leyline.messages import ActResult, ClientProtocol, EngineSpec, KeptNetwork, Measurements, Observation
 from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
 from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
@@ -46,6 +47,31 @@ Phase = Callable[..., Any]
 """A function of `phases` that has its configuration, eager or compiled."""
 Properties = Callable[[int], Mapping[str, np.ndarray]]
 """Episode -> what is recorded of the instance of each host [N], by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenStep:
+    """A control step between `observe` and `execute`, when the controller decides.
+
+    `obs` is what it sees. Where a host is rolled back in this step (`panic`), its last reward is replaced by that of
+    `penalty` [N], and what is decided for it is not executed. `accuracy` [N, K] is that of all coalitions.
+    """
+
+    obs: Observation
+    penalty: Tensor
+    observed: phases.ObserveOutput
+    measured: Measurements
+    accuracy: Tensor
+
+    @property
+    def panic(self) -> Tensor:
+        """Hosts [N] that are rolled back in this step."""
+        return self.observed.verdict.governor.panic
+
+    @property
+    def healthy(self) -> Tensor:
+        """Hosts [N] that execute what is decided: neither rolled back nor stopped."""
+        return self.observed.verdict.healthy
 
 
 class VectorizedEngine:
@@ -193,11 +219,20 @@ class VectorizedEngine:
 
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
+        step = self.observe(client)
+        with self.timer.span("decide"):
+            act = client.act(step.obs)
+        self.execute(client, step, act)
+
+    def observe(self, client: ClientProtocol) -> OpenStep:
+        """The first half of a control step, up to what a controller sees; `execute` is the other half.
+
+        Whoever decides outside of a client calls both in turn, and nothing else of the engine between them.
+        """
         self.apply_structure()
         assert not self.is_over, "the episode is over; reset() begins the next one"
         self.t += 1
-        t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
-        now = self._clock[t]
+        t, state, coalitions = self.t, self.state, self._coalitions
         assert coalitions is not None
         with self.timer.span("train"):
             trained = self.executor.train_epoch(t, state.slots)
@@ -206,24 +241,29 @@ class VectorizedEngine:
         with self.timer.span("observe"):
             penalty = client.rollback_reward(state.reward)
             before = replace(state, reward=None)
-            observed, measured = self._observe(before, trained, validated, coalitions, penalty, now)
-            verdict = observed.verdict
-            client.rollback(verdict.governor.panic, penalty)
+            observed, measured = self._observe(before, trained, validated, coalitions, penalty, self._clock[t])
+            client.rollback(observed.verdict.governor.panic, penalty)
             self._subset_acc = measured.subset_acc
-            obs = phases.observation(observed.state, observed.legal, t, config)
-        with self.timer.span("decide"):
-            act = client.act(obs)
+            obs = phases.observation(observed.state, observed.legal, t, self.config)
+        return OpenStep(obs=obs, penalty=penalty, observed=observed, measured=measured, accuracy=validated.accuracy)
+
+    def execute(self, client: ClientProtocol, step: OpenStep, act: ActResult) -> None:
+        """The second half of a control step: execute what was decided about `step`, reward it, and start its read."""
+        t, coalitions, verdict = step.obs.t, self._coalitions, step.observed.verdict
+        assert t == self.t, "execute() takes the step that observe() has just opened"
+        assert coalitions is not None
+        now, earned = self._clock[t], self.state.reward
         with self.timer.span("execute"):
-            executed = self._execute(observed, act.actions, now)
+            executed = self._execute(step.observed, act.actions, now)
         with self.timer.span("reward"):
             reward, carried = phases.reward_and_store(
-                client, state.reward, obs, act, verdict.healthy, measured, executed, config
+                client, earned, step.obs, act, verdict.healthy, step.measured, executed, self.config
             )
         with self.timer.span("end_step"):
             state, outputs = self._end_step(verdict, executed, decision_of(act), reward, now)
         self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        measured_sets = (coalitions.sets, coalitions.valid, validated.accuracy)
+        measured_sets = (coalitions.sets, coalitions.valid, step.accuracy)
         self._pending = start_read(*outputs, *measured_sets, self._coalitions.sets, self._coalitions.valid)
 
     def apply_structure(self) -> None:

@@ -41,6 +41,7 @@ def build_engine(
     on_step: StepListener | None = None,
     prepare: Callable[[], None] = _nothing,
     lr_factors: Sequence[float] | None = None,
+    executor: Executor | None = None,
 ) -> VectorizedEngine:
     """An engine for N hosts of `task`, with its data set from `load_dataset`.
 
@@ -51,12 +52,16 @@ def build_engine(
     stays as configured. Worker processes call `prepare` first, to import the modules that register tasks and
     blueprints; it must be importable there.
 
+    An `executor` of the caller's runs the hosts instead of one that `config` names; it was built for the same
+    configuration, task and data set, and `lr_factors` are then its own affair.
+
     Raises:
         ConfigError: the executor, the schedule or `lr_factors` do not fit the task or the hosts.
     """
     config = replace(config, amp=chosen_amp(config.amp, device))
     factors = None if lr_factors is None else _factors(lr_factors, config, task)
-    executor, config = _executor(config, task, dataset, device, prepare, factors)
+    if executor is None:
+        executor, config = _executor(config, task, dataset, device, prepare, factors)
     rules = config.lifecycle
     # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS

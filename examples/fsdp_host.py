@@ -4,19 +4,20 @@ torchrun --standalone --nproc-per-node 2 examples/fsdp_host.py
 
 The executor is in fsdp/executor.py. Every rank runs this program; they meet in the executor alone. Two runs, a fixed
 schedule and two rounds of PPO, are made three times: by the streamed executor, by FSDP on one rank, and on all of them.
+"one rounding" is the streamed executor again, with weights that begin one rounding apart: what is to be expected.
 """
 
 import os
 import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -34,6 +35,8 @@ from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import NextToken
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.protocol import Executor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.state import StepReport
 from fsdp.executor import FsdpExecutor
 
@@ -41,6 +44,8 @@ CPU = torch.device("cpu")
 VOCABULARY, TOKENS = 11, 12
 TOLERANCE = 1e-4
 """Largest difference to the streamed executor: of losses, of accuracies (percentage points) and of rewards."""
+FIELDS = ("val_loss", "val_acc", "reward")
+Say = Callable[[str], None]
 USAGE = "torchrun --standalone --nproc-per-node 2 examples/fsdp_host.py"
 
 
@@ -52,7 +57,7 @@ def periods(data_dir: object = None, run_seed: int = 0) -> Dataset:
         x = torch.randint(VOCABULARY, (count, 3), generator=generator).repeat(1, 1 + TOKENS // 3)
         return Split(x[:, :TOKENS], x[:, 1 : TOKENS + 1])
 
-    return Dataset(identity={"name": "periods", "seed": run_seed}, train=split(221), val=split(61), test=split(61))
+    return Dataset(identity={"name": "periods", "seed": run_seed}, train=split(157), val=split(61), test=split(61))
 
 
 TASK = TaskSpec(
@@ -66,7 +71,7 @@ TASK = TaskSpec(
     episode_length=12,
     batch_train=16,
     batch_val=16,
-    optimizer=OptimizerSpec(kind="adamw", host_lr=1e-2, seed_lr=1e-2, schedule="cosine"),
+    optimizer=OptimizerSpec(kind="adamw", host_lr=3e-3, seed_lr=3e-3, schedule="cosine"),
     min_training_epochs=2,
 )
 
@@ -98,11 +103,19 @@ class Timetable:
         return memory
 
 
+class Run(NamedTuple):
+    """The reports of its steps, the policy after it (none of a schedule), and what ran the host."""
+
+    steps: list[StepReport]
+    policy: Mapping[str, Tensor]
+    executor: Executor
+
+
 def settings() -> RunConfig:
     """One host, and a lifecycle short enough for twelve steps."""
     return resolve(
         {
-            "task": "periods", "num_envs": 1, "rounds": 2, "device": "cpu",
+            "task": "periods", "num_envs": 1, "rounds": 2, "device": "cpu", "executor": "streamed",
             "lifecycle": {"min_blending_epochs": 1, "sequential": False},
             "ppo": {"num_minibatches": 1, "feature_width": 16, "hidden_width": 16},
         }
@@ -118,106 +131,108 @@ def engine_on(mesh: DeviceMesh | None, config: RunConfig, steps: list[StepReport
     return build_engine(engine, task, dataset, CPU, executor=executor, on_step=steps.append)
 
 
-def scheduled(mesh: DeviceMesh | None, config: RunConfig) -> tuple[list[StepReport], VectorizedEngine]:
-    """An episode of the timetable."""
+def scheduled(mesh: DeviceMesh | None, config: RunConfig, *, nudge: bool = False) -> Run:
+    """An episode of the timetable; with `nudge` half of the streamed host's weights begin one rounding further away."""
     steps: list[StepReport] = []
     engine = engine_on(mesh, config, steps)
     policy = ScriptedPolicy(Timetable(engine.spec), engine.spec)
     client = ScriptedClient(policy, make_reward(config.reward.mode, config.reward))
     engine.reset(client, episode=0)
+    if nudge:
+        assert isinstance(engine.executor, StreamedExecutor)
+        weights = engine.executor.population.host.params
+        weights[:, ::2] *= 1.0 + torch.finfo(torch.float32).eps
     engine.rollout(client)
-    return steps, engine
+    return Run(steps, {}, engine.executor)
 
 
-def learned(mesh: DeviceMesh | None, config: RunConfig) -> tuple[list[StepReport], Mapping[str, Tensor]]:
-    """Two rounds of PPO, and the policy after them."""
+def learned(mesh: DeviceMesh | None, config: RunConfig) -> Run:
+    """Two rounds of PPO."""
     steps: list[StepReport] = []
     engine = engine_on(mesh, config, steps)
     client = learner_of(config, engine.spec)
     engine.train(client, range(config.rounds), on_round=lambda stats, metrics: None)
-    return steps, client.policy()
+    return Run(steps, client.policy(), engine.executor)
 
 
-def difference(steps: list[StepReport], others: list[StepReport], field: str) -> float:
-    """Largest absolute difference of a number of each step; infinite where only one is a number."""
-    pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(steps, others, strict=True)]
-    return max(
-        float(np.max(np.where(np.isnan(a) & np.isnan(b), 0.0, np.nan_to_num(abs(a - b), nan=np.inf)))) for a, b in pairs
-    )
+def apart(run: Run, other: Run, field: str) -> list[float]:
+    """Largest difference of a number in each step; infinite where only one is a number."""
+    pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(run.steps, other.steps, strict=True)]
+    return [
+        float(np.where(np.isnan(a) & np.isnan(b), 0.0, np.nan_to_num(abs(a - b), nan=np.inf)).max()) for a, b in pairs
+    ]
 
 
-def same_choices(steps: list[StepReport], others: list[StepReport]) -> bool:
+def same_choices(run: Run, other: Run) -> bool:
     """Whether actions and structure were the same in every step."""
-    fields = ("actions", "stage", "blueprint", "serial")
     return all(
         np.array_equal(getattr(a, field), getattr(b, field))
-        for a, b in zip(steps, others, strict=True)
-        for field in fields
+        for a, b in zip(run.steps, other.steps, strict=True)
+        for field in ("actions", "stage", "blueprint", "serial")
     )
 
 
-def digest(steps: list[StepReport], tensors: Mapping[str, Tensor]) -> str:
-    """Of every bit of the reports and of some tensors."""
+def digest(*runs: Run) -> str:
+    """Of every bit of the reports and of the policy."""
     found = sha256()
-    for step in steps:
-        for value in vars(step).values():
+    for run in runs:
+        for value in (*(value for step in run.steps for value in vars(step).values()), *run.policy.values()):
             found.update(np.asarray(value).tobytes())
-    for tensor in tensors.values():
-        found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
-def compare(say: Callable[[str], None], mine: DeviceMesh, all_ranks: DeviceMesh) -> bool:
-    """Print both runs of the three executors, and what a rank keeps; whether they agree on every rank."""
-    config, ranks = settings(), all_ranks.size()
-    meshes = {"streamed": None, "1 rank": mine, f"{ranks} ranks": all_ranks}
-    runs = {name: scheduled(mesh, config) for name, mesh in meshes.items()}
-    policies = {name: learned(mesh, config) for name, mesh in meshes.items()}
-
-    say("a fixed schedule: loss and accuracy by the streamed executor, and how far FSDP is from them")
-    say(f"{'step':>4}  {'seeds':<22}{'loss':>8}{'accuracy':>10}{'reward':>9}" + "".join(f"{n:>20}" for n in list(runs)[1:]))
-    want, *others = (steps for steps, _ in runs.values())
-    for i, step in enumerate(want):
+def show_steps(say: Say, want: Run, others: Mapping[str, Run]) -> None:
+    """The schedule, step by step."""
+    say("A fixed schedule: by the streamed executor, and how far others are from it (loss, accuracy)")
+    say(
+        f"{'step':>4}  {'seeds':<22}{'loss':>8}{'accuracy':>10}{'reward':>9}"
+        + "".join(f"{name:>18}" for name in others)
+    )
+    far = [list(zip(*(apart(want, run, field) for field in FIELDS[:2]), strict=True)) for run in others.values()]
+    for i, step in enumerate(want.steps):
         seeds = ", ".join(SeedStage(int(stage)).name.lower() for stage in step.stage[0])
-        apart = (
-            "/".join(f"{difference([step], [other[i]], field):.0e}" for field in ("val_loss", "val_acc")) for other in others
-        )
-        say(
-            f"{step.t:>4}  {seeds:<22}{step.val_loss[0]:>8.4f}{step.val_acc[0]:>10.2f}{step.reward[0]:>9.4f}"
-            + "".join(f"{text:>20}" for text in apart)
-        )
+        numbers = f"{step.val_loss[0]:>8.4f}{step.val_acc[0]:>10.2f}{step.reward[0]:>9.4f}"
+        say(f"{step.t:>4}  {seeds:<22}{numbers}" + "".join(f"{of[i][0]:>11.0e}{of[i][1]:>7.0e}" for of in far))
 
-    agree = True
-    say("\nlargest difference to the streamed executor")
-    say(f"{'':<34}{'loss':>9}{'accuracy':>10}{'reward':>9}{'policy':>9}  actions and structure")
-    for name in list(runs)[1:]:
-        rounds = {"fixed schedule": (runs["streamed"][0], runs[name][0]), "2 rounds of PPO": (policies["streamed"][0], policies[name][0])}
-        for what, (a, b) in rounds.items():
-            apart = [difference(a, b, field) for field in ("val_loss", "val_acc", "reward")]
-            if what != "fixed schedule":
-                old, new = policies["streamed"][1], policies[name][1]
-                apart.append(max(float((old[key].double() - new[key].double()).abs().max()) for key in old))
-            same = same_choices(a, b)
-            agree &= same and max(apart) <= TOLERANCE
-            numbers = "".join(f"{x:>9.0e}" if i != 1 else f"{x:>10.0e}" for i, x in enumerate(apart))
-            say(f"{what + ', ' + name:<34}{numbers:<37}  {'the same' if same else 'OTHERS'}")
 
-    say("\nbytes that a rank keeps after the schedule (the fullest one)")
-    say(f"{'':<20}{'weights':>10}{'moments':>10}{'snapshot':>10}")
-    for name in list(runs)[1:]:
-        executor: Any = runs[name][1].executor
-        for of, part in executor.parts().items():
+def show_difference(say: Say, what: str, want: Run, run: Run) -> bool:
+    """One line for a whole run; whether it agrees."""
+    far = [max(apart(want, run, field)) for field in FIELDS]
+    if want.policy:
+        far.append(max(float((x.double() - run.policy[name].double()).abs().max()) for name, x in want.policy.items()))
+    same = same_choices(want, run)
+    say(f"{what:<28}" + "".join(f"{x:>10.0e}" for x in far).ljust(40) + f"  {'the same' if same else 'OTHERS'}")
+    return same and max(far) <= TOLERANCE
+
+
+def compare(say: Say, mine: DeviceMesh, all_ranks: DeviceMesh) -> bool:
+    """Print both runs of all executors, and what a rank keeps; whether they agree, on every rank."""
+    config, ranks = settings(), f"FSDP, {all_ranks.size()} rank{'s' * (all_ranks.size() > 1)}"
+    meshes = {"FSDP, 1 rank": mine, ranks: all_ranks}
+    want, ppo = scheduled(None, config), learned(None, config)
+    runs, learners = ({name: run(mesh, config) for name, mesh in meshes.items()} for run in (scheduled, learned))
+    show_steps(say, want, {"one rounding": scheduled(None, config, nudge=True), **runs})
+
+    say("\nLargest difference to the streamed executor")
+    say(f"{'':<28}{'loss':>10}{'accuracy':>10}{'reward':>10}{'policy':>10}  actions and structure")
+    agree = [show_difference(say, f"schedule, {name}", want, run) for name, run in runs.items()]
+    agree += [show_difference(say, f"2 rounds of PPO, {name}", ppo, run) for name, run in learners.items()]
+
+    say("\nBytes that the fullest rank keeps after the schedule")
+    say(f"{'':<28}{'weights':>10}{'moments':>10}{'snapshot':>10}")
+    for name, run in runs.items():
+        assert isinstance(run.executor, FsdpExecutor)
+        for of, part in run.executor.parts().items():
             kept = torch.tensor(list(part.bytes_here().values()))
             dist.all_reduce(kept, dist.ReduceOp.MAX)
-            say(f"{name + ', ' + of:<20}" + "".join(f"{x:>10,}" for x in kept.tolist()))
+            say(f"{name + ', ' + of:<28}" + "".join(f"{x:>10,}" for x in kept.tolist()))
 
-    own = digest(runs[f"{ranks} ranks"][0] + policies[f"{ranks} ranks"][0], policies[f"{ranks} ranks"][1])
-    of_ranks: list[str] = [""] * ranks
-    dist.all_gather_object(of_ranks, own)
+    of_ranks: list[str] = [""] * all_ranks.size()
+    dist.all_gather_object(of_ranks, digest(runs[ranks], learners[ranks]))
     equal = len(set(of_ranks)) == 1
-    say(f"\nreports and policy of all ranks are {'equal to the bit' if equal else 'DIFFERENT'}")
-    say(f"within {TOLERANCE:g} of the streamed executor: {'yes' if agree else 'NO'}")
-    return agree and equal
+    say(f"\nReports and policies of the ranks are {'equal to the bit' if equal else 'DIFFERENT'}")
+    say(f"FSDP is within {TOLERANCE:g} of the streamed executor: {'yes' if all(agree) else 'NO'}")
+    return all(agree) and equal
 
 
 def start() -> None:
@@ -234,21 +249,19 @@ def start() -> None:
 
 def main() -> int:
     """0 if all executors agree, 1 if not, 2 for what the user can mend."""
+    first = os.environ.get("RANK", "0") == "0"
     try:
         start()
         alone, _ = dist.new_subgroups(group_size=1)
-        mine = DeviceMesh.from_group(alone, "cpu")
-        all_ranks = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+        mine, all_ranks = DeviceMesh.from_group(alone, "cpu"), DeviceMesh("cpu", torch.arange(dist.get_world_size()))
         register_task(TASK)
-        first = dist.get_rank() == 0
-        return 0 if compare(lambda line: print(line, flush=True) if first else None, mine, all_ranks) else 1
+        agree = compare(lambda line: print(line, flush=True) if first else None, mine, all_ranks)
+        dist.destroy_process_group()
+        return 0 if agree else 1
     except EsperError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if first:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

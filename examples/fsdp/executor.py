@@ -1,4 +1,4 @@
-"""An executor whose one host is sharded over ranks with FSDP2. It implements `esper.tolaria.executors.protocol.Executor`.
+"""An executor (`esper.tolaria.executors.protocol.Executor`) whose one host is sharded over ranks with FSDP2.
 
 Every rank runs the same engine, policy and learner, and gets the same numbers:
 
@@ -20,17 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from esper.kasmina.blending import blend, seed_input
-from esper.kasmina.hosts.host import Apply
+from esper.kasmina.hosts.host import Apply, Host
 from esper.kasmina.parameters.dropout import Draws, Moment, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import Template
 from esper.kasmina.parameters.optimizers import clip_factor, schedule_factor
 from esper.kasmina.parameters.population import Kind, Population
-from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
+from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import HAS_MODULE, Algorithm, HostFamily, SeedStage
 from esper.leyline.messages import SeedCosts, SlotState, host_numbers
 from esper.leyline.objective import Scores
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
@@ -107,7 +107,7 @@ class FsdpExecutor:
     def __init__(self, config: EngineConfig, task: TaskSpec, dataset: Dataset, mesh: DeviceMesh) -> None:
         self._config, self._task, self._dataset, self._mesh = config, task, dataset, mesh
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
-        _check(config, task, self.ranks)
+        require_fit(config, task, self.ranks)
         self._spec, self._first = task.optimizer, config.schedule_begin
         self._length = config.episode_length - config.schedule_begin
         self._spec.require_length(self._length)
@@ -159,13 +159,20 @@ class FsdpExecutor:
 
     def _population(self) -> Population:
         """One whole host with its blueprints, from which parts are made, and which is not kept."""
-        (x, _), task = examples(self._dataset, 1), self._task
-        assert task.host is not None
+        (x, _), spec, slots = examples(self._dataset, 1), self._task.host, self._config.slots
+        assert spec is not None
+        host = deterministic_build(lambda: spec.build(slots, x))
+        assert isinstance(host, Host)
+        smallest = min(stop - start for start, stop in training_bounds(self._task, self._dataset))
         return Population(
-            deterministic_build(lambda: task.host.build(self._config.slots, x)), self._spec,
-            num_envs=1, run_seed=self._config.run_seed, device=CPU, host_ids=self._hosts,
-            smallest_batch=min(stop - start for start, stop in training_bounds(task, self._dataset)),
-        )  # fmt: skip
+            host,
+            self._spec,
+            num_envs=1,
+            run_seed=self._config.run_seed,
+            device=CPU,
+            host_ids=self._hosts,
+            smallest_batch=max(1, smallest // self.ranks),
+        )
 
     # -- structure ------------------------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class FsdpExecutor:
             state, self._loaded = self._loaded, None
             population = self._population()
             population.load_state_dict(state)
-            self._sow(population, structure, np.flatnonzero(structure.blueprint[0] >= 0))
+            self._sow(population, structure, np.flatnonzero(np.isin(structure.stage[0], tuple(HAS_MODULE))))
             for name, s, part in self._rows():
                 if name != "host":
                     part.load(_row(state, name, s), state[f"{name}_snapshot.params"][s])
@@ -283,7 +290,9 @@ class FsdpExecutor:
     def _clip(self, norms: Tensor) -> float:
         return clip_factor(torch.linalg.vector_norm(norms), self._spec.grad_clip).item()
 
-    def _statistics(self, norms: dict[Part, Tensor], seeds: dict[int, Part], gates: dict[int, Part]) -> GradientStatistics:
+    def _statistics(
+        self, norms: dict[Part, Tensor], seeds: dict[int, Part], gates: dict[int, Part]
+    ) -> GradientStatistics:
         """As the protocol asks, of seeds that are TRAINING or BLENDING."""
         out = not_measured(1, len(self._points), CPU)
         of_host = torch.linalg.vector_norm(norms[self._host])[None]
@@ -412,7 +421,7 @@ def _row(state: StateTree, name: str, row: int) -> StateTree:
     return {of: x[row] for of, x in below(name, state).items()}
 
 
-def _check(config: EngineConfig, task: TaskSpec, ranks: int) -> None:
+def require_fit(config: EngineConfig, task: TaskSpec, ranks: int) -> None:
     """Raise ConfigError for settings that this executor does not know."""
     name = f"task {task.name!r}"
     if task.host is None or task.instances is not None:

@@ -1,12 +1,12 @@
 """One module (a host, a seed or a gate), sharded over ranks, with its optimizer and its snapshot.
 
-Each rank holds a slice of every parameter (`torch.distributed.fsdp.fully_shard`), and of the gradient, of the moments of
-the optimizer and of the snapshot as well. Whole parameters exist while a layer runs, in births, and in `rows`.
+Each rank holds a slice of every parameter (`torch.distributed.fsdp.fully_shard`), of its gradient, of the moments of
+the optimizer, and of the snapshot. Whole parameters exist while a layer runs, in births, and in `rows`.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -38,7 +38,7 @@ class Part:
         self.module, self.layout = kind.template.module, kind.template.parameters
         _fill(self.module, self.layout, row)
         _shard(self.module, self.layout, mesh)
-        self.params = [self.module.get_parameter(tensor.name) for tensor in self.layout.tensors]
+        self.params: list[Tensor] = [self.module.get_parameter(tensor.name) for tensor in self.layout.tensors]
         self._lr, self._moments = lr, MOMENTS[spec.kind]
         self._optimizer = _optimizer(spec, self.params, lr, decays)
         self._snapshot: list[Tensor] | None = None
@@ -55,18 +55,22 @@ class Part:
         self._optimizer.zero_grad()
 
     def squares(self) -> Tensor:
-        """Sum of squares of this rank's slice of each gradient [M], float64; a parameter that was not used has zeros."""
-        for p in self.params:
-            if p.grad is None:  # moments fade and weights decay all the same
-                p.grad = torch.zeros_like(p)
-        return torch.stack([local(p.grad).double().square().sum() for p in self.params])
+        """Sum of squares of this rank's slice of each gradient [M], float64."""
+        return torch.stack([local(grad).double().square().sum() for grad in self._gradients()])
 
     @torch.no_grad()
     def step(self, clip: float) -> None:
         """One step of the optimizer with the gradients times `clip`."""
-        for p in self.params:
-            local(p.grad).mul_(clip)
+        for grad in self._gradients():
+            local(grad).mul_(clip)
         self._optimizer.step()
+
+    def _gradients(self) -> list[Tensor]:
+        """Zeros of what was not used: moments fade and weights decay all the same."""
+        for p in self.params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for p in self.params if p.grad is not None]
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -112,10 +116,11 @@ class Part:
 
     def _unpacked(self, row: Tensor) -> list[Tensor]:
         views = self.layout.unpack(row[: self.layout.total]).values()
-        return [
+        return [  # without a source rank every rank takes its slice of its own copy
             distribute_tensor(view.reshape(p.shape), p.device_mesh, p.placements, src_data_rank=None)
             for view, p in zip(views, self.params, strict=True)
-        ]  # without a source rank every rank takes its slice of its own copy
+            if isinstance(p, DTensor)
+        ]
 
     def bytes_here(self) -> dict[str, int]:
         """Bytes that this rank keeps between two passes."""
@@ -163,7 +168,7 @@ def _shard(module: nn.Module, layout: FlatLayout, mesh: DeviceMesh) -> None:
         sharded.set_gradient_divide_factor(1.0)
 
 
-def _optimizer(spec: OptimizerSpec, params: list[nn.Parameter], lr: float, decays: bool) -> torch.optim.Optimizer:
+def _optimizer(spec: OptimizerSpec, params: list[Tensor], lr: float, decays: bool) -> torch.optim.Optimizer:
     """PyTorch's own, with the constants of `spec`."""
     sgd = spec.kind == "sgd"
     decay = (spec.sgd_weight_decay if sgd else spec.adamw_weight_decay) if decays else 0.0
@@ -174,6 +179,6 @@ def _optimizer(spec: OptimizerSpec, params: list[nn.Parameter], lr: float, decay
         if chosen in decayed
     ]
     if sgd:
-        return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum)
+        return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum, foreach=True)
     kind = torch.optim.Adam if spec.kind == "adam" else torch.optim.AdamW
-    return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+    return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, foreach=True)

@@ -38,7 +38,7 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.state import StepReport
-from fsdp.executor import FsdpExecutor
+from fsdp.executor import FsdpExecutor, require_fit
 
 CPU = torch.device("cpu")
 VOCABULARY, TOKENS = 11, 12
@@ -201,31 +201,32 @@ def show_difference(say: Say, what: str, want: Run, run: Run) -> bool:
     if want.policy:
         far.append(max(float((x.double() - run.policy[name].double()).abs().max()) for name, x in want.policy.items()))
     same = same_choices(want, run)
-    say(f"{what:<28}" + "".join(f"{x:>10.0e}" for x in far).ljust(40) + f"  {'the same' if same else 'OTHERS'}")
+    say(f"{what:<32}" + "".join(f"{x:>10.0e}" for x in far).ljust(40) + f"  {'the same' if same else 'OTHERS'}")
     return same and max(far) <= TOLERANCE
 
 
 def compare(say: Say, mine: DeviceMesh, all_ranks: DeviceMesh) -> bool:
     """Print both runs of all executors, and what a rank keeps; whether they agree, on every rank."""
     config, ranks = settings(), f"FSDP, {all_ranks.size()} rank{'s' * (all_ranks.size() > 1)}"
+    require_fit(config.engine(), config.task_spec(), all_ranks.size())
     meshes = {"FSDP, 1 rank": mine, ranks: all_ranks}
     want, ppo = scheduled(None, config), learned(None, config)
     runs, learners = ({name: run(mesh, config) for name, mesh in meshes.items()} for run in (scheduled, learned))
     show_steps(say, want, {"one rounding": scheduled(None, config, nudge=True), **runs})
 
     say("\nLargest difference to the streamed executor")
-    say(f"{'':<28}{'loss':>10}{'accuracy':>10}{'reward':>10}{'policy':>10}  actions and structure")
+    say(f"{'':<32}{'loss':>10}{'accuracy':>10}{'reward':>10}{'policy':>10}  actions and structure")
     agree = [show_difference(say, f"schedule, {name}", want, run) for name, run in runs.items()]
     agree += [show_difference(say, f"2 rounds of PPO, {name}", ppo, run) for name, run in learners.items()]
 
     say("\nBytes that the fullest rank keeps after the schedule")
-    say(f"{'':<28}{'weights':>10}{'moments':>10}{'snapshot':>10}")
+    say(f"{'':<32}{'weights':>10}{'moments':>10}{'snapshot':>10}")
     for name, run in runs.items():
         assert isinstance(run.executor, FsdpExecutor)
         for of, part in run.executor.parts().items():
             kept = torch.tensor(list(part.bytes_here().values()))
             dist.all_reduce(kept, dist.ReduceOp.MAX)
-            say(f"{name + ', ' + of:<28}" + "".join(f"{x:>10,}" for x in kept.tolist()))
+            say(f"{f'{name}, {of}':<32}" + "".join(f"{x:>10,}" for x in kept.tolist()))
 
     of_ranks: list[str] = [""] * all_ranks.size()
     dist.all_gather_object(of_ranks, digest(runs[ranks], learners[ranks]))

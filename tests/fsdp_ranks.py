@@ -31,7 +31,7 @@ from toys import ToyClient, script
 CPU = torch.device("cpu")
 STEPS = 14
 HOST = TransformerHostSpec(vocabulary=11, width=8, heads=2, layers=2, segments=2, context=12, dropout=0.2)
-SGD = OptimizerSpec(kind="sgd", host_lr=0.3, seed_lr=0.3, grad_clip=0.5)
+SGD = OptimizerSpec(kind="sgd", host_lr=0.3, seed_lr=0.3, grad_clip=0.1)
 ADAM = OptimizerSpec(kind="adam", host_lr=3e-3, seed_lr=3e-3, schedule="linear", warmup=1)
 Op = LifecycleOp
 
@@ -56,7 +56,7 @@ def engine(mesh, optimizer=SGD):
 
 
 def plan(spec):
-    """Two seeds, one of them with a gate; the first becomes permanent, the second fades and is pruned, a third begins."""
+    """The first seed, with a gate, becomes permanent; the second fades and is pruned; a third one begins."""
     named = spec.blueprint_names.index
     fast = {"tempo": 0, "alpha_target": 2}
     return {

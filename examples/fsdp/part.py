@@ -162,8 +162,8 @@ def _shard(module: nn.Module, layout: FlatLayout, mesh: DeviceMesh) -> None:
     for own in (*layers, module):
         sharded = fully_shard(own, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
-        # The loss is divided by the weight of the whole batch, so gradients are summed. Asking gloo for a mean would
-        # give the same sum without a word (pytorch/pytorch#162338), asking for a factor an error.
+        # The loss is divided by the weight of the whole batch, so gradients are summed. Gloo refuses the factor that
+        # FSDP would ask for otherwise (PREMUL_SUM), and once gave a sum for a mean (pytorch/pytorch#162338).
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
 

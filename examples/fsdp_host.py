@@ -1,4 +1,4 @@
-"""One transformer sharded over ranks with FSDP2, grown by the same engine, policy and learner as any other. One minute.
+"""One transformer sharded over ranks with FSDP2, grown by the same engine, policy and learner as any other. Two minutes.
 
 torchrun --standalone --nproc-per-node 2 examples/fsdp_host.py
 

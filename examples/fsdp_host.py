@@ -1,4 +1,4 @@
-"""One transformer sharded over ranks with FSDP2, grown by the same engine, policy and learner as any other. Two minutes.
+"""One transformer sharded over ranks with FSDP2, grown by the same engine, policy and learner as any other. 2 minutes.
 
 torchrun --standalone --nproc-per-node 2 examples/fsdp_host.py
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from esper.tolaria.executors.sharded import ShardedExecutor
 
 from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
@@ -33,7 +34,6 @@ from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, TrainPass, ValidationPass, empty_structure
-from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 
 CPU = torch.device("cpu")

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
+from esper.tolaria.executors.sharded import ShardedExecutor
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
@@ -55,7 +56,6 @@ from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
-from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import keep_freed_memory
 from own_nets import GPT, LSTM, MLP, MobileNet, ResNet8, UNet, pixel_loss
 from peak import flop_of_training, fma_peak

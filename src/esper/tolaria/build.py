@@ -36,6 +36,7 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
     lr_factors: Sequence[float] | None = None,
+    executor: Executor | None = None,
 ) -> VectorizedEngine:
     """An engine for N hosts of `task`, with its data set from `load_dataset`.
 
@@ -44,12 +45,16 @@ def build_engine(
 
     The engine's `config` names the executor and precision in use; for scripted tasks the executor stays as configured.
 
+    An `executor` of the caller's runs the hosts instead of one that `config` names; it was built for the same
+    configuration, task and data set, and `lr_factors` are then its own affair.
+
     Raises:
         ConfigError: the executor, the schedule or `lr_factors` do not fit the task or the hosts.
     """
     config = replace(config, amp=chosen_amp(config.amp, device))
     factors = None if lr_factors is None else _factors(lr_factors, config, task)
-    executor, config = _executor(config, task, dataset, device, factors)
+    if executor is None:
+        executor, config = _executor(config, task, dataset, device, factors)
     rules = config.lifecycle
     # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS

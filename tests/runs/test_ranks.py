@@ -1,0 +1,240 @@
+"""A run by several ranks is the run of one: same digest, steps and best host, also where a rank is stopped or killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from esper.runs.report import step_of_all
+from esper.runs.state_file import read_state, state_digest
+from esper.telemetry.record.reader import open_record
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+NETWORK = ("ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=2", "ppo.num_minibatches=2")
+NULL = ("--task", "null", "--num-envs", "5", "--episode-length", "8", "--rounds", "2", "--set", "blocks=4", *NETWORK)
+DIGITS = ("--task", "digits", "--num-envs", "5", "--episode-length", "4", "--rounds", "2",
+          "--set", "blocks=4", "lifecycle.min_training_epochs=1", *NETWORK)  # fmt: skip
+PLUGIN = """
+import os, time
+from esper.simic.rewards import RewardConfig, make_reward, register_reward
+
+class Slow:
+    def __init__(self, inner):
+        self.inner, self.steps = inner, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, inputs, state):
+        self.steps += 1
+        if os.environ.get("RANK") == "1" and self.steps == 4:
+            {does}
+        time.sleep({pause})
+        return self.inner.step(inputs, state)
+
+@register_reward("slow", time_limit="truncate")
+def build(config: RewardConfig):
+    return Slow(make_reward("objective", config))
+"""
+
+
+def esper(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "esper", *arguments],
+        capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=240,
+    )  # fmt: skip
+
+
+@contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A program in a session of its own, which is ended as a whole."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> tuple[str, ...]:
+    options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
+    return ("torch.distributed.run", *options, "-m", "esper", "train", *arguments)
+
+
+def result(run: Path) -> tuple[object, ...]:
+    """Digest, last J, steps, events and best host."""
+    summary = json.loads((run / "summary.json").read_text())
+    with open_record([run]) as record:
+        assert record.complaints == []
+        steps = record.query("select * from steps order by round, t, host")
+        slots = record.query("select * from slots order by round, t, host, slot")
+        coalitions = record.query("select * from coalitions order by round, t, host, members")
+    best = run / "checkpoints/best-host.safetensors"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = sorted(json.dumps(event) for event in events if event["host"] >= 0)
+    told = tuple(map(str, (steps, slots, coalitions)))  # NaN equals itself
+    return (summary["state_digest"], summary["final_objective_mean"], told, found,
+            state_digest(read_state(best)[1]) if best.exists() else "")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "run"
+    assert esper("train", *NULL, "--out", str(path)).returncode == 0
+    return path
+
+
+def test_two_ranks_train_what_one_trains(alone, tmp_path):
+    done = esper("train", *NULL, "--ranks", "2", "--out", str(tmp_path / "run"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ranks: 2, hosts of this one: 3" in done.stdout
+    assert result(tmp_path / "run") == result(alone)
+    assert not list((tmp_path / "run").rglob(".draft*"))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["bytes_reduced"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["streamed", "native"])
+def test_networks_trained_by_any_number_of_ranks_are_the_same_to_the_bit(tmp_path, executor):
+    results = []
+    for ranks in (1, 2, 4):
+        path = tmp_path / f"{ranks}"
+        done = esper("train", *DIGITS, "--executor", executor, "--ranks", str(ranks), "--out", str(path))
+        assert done.returncode == 0, done.stderr
+        results.append(result(path))
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+    assert results[0][-1]
+
+
+@pytest.mark.slow
+def test_copies_of_a_host_may_be_on_other_ranks(tmp_path):
+    paired = (*NULL, "ppo.group_size=2", "--num-envs", "6")
+    for ranks in ("1", "3"):
+        assert esper("train", *paired, "--ranks", ranks, "--out", str(tmp_path / ranks)).returncode == 0
+    assert result(tmp_path / "3") == result(tmp_path / "1")
+
+
+def slow_run(folder: Path, pause: float = 0.05, does: str = "pass") -> tuple[str, ...]:
+    plugin = folder / "slow.py"
+    plugin.write_text(PLUGIN.format(pause=pause, does=does))
+    return (*NULL, "rank_timeout=8", "--plugins", str(plugin), "--reward", "slow", "--out", str(folder / "run"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_ranks_in_one_step_and_another_number_of_ranks_continues(alone, tmp_path):
+    with running("esper", "train", *slow_run(tmp_path, pause=0.4), "--ranks", "2") as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1/2 step") for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    run = tmp_path / "run"
+    (checkpoint,) = (run / "checkpoints").glob("round-00000-step-*.safetensors")
+    assert len(list((run / "record").glob("steps-000001*.parquet"))) == 2
+    for ranks in ("3", "1"):  # 3 ranks complete the first round, and are not stopped
+        done = esper("train", "--resume", str(run), "--trust", "--ranks", ranks, "--rounds", "2" if ranks == "3" else "3")
+        assert done.returncode == 0, done.stderr
+        if ranks == "3":
+            assert f"continuing after 0 rounds and {int(checkpoint.stem[-4:])} steps" in done.stdout
+            ours, theirs = result(run), result(alone)
+            assert ours[:3] == theirs[:3]
+    assert json.loads((run / "summary.json").read_text())["rounds"] == 3
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_again_after_one_was_killed_and_the_run_continues(alone, tmp_path):
+    kills = 'if not os.path.exists("killed"): open("killed", "w").close(); os.kill(os.getpid(), 9)'
+    plugin = slow_run(tmp_path, pause=0.0, does=kills.replace('"killed"', repr(str(tmp_path / "killed"))))
+    with running(*torchrun(2, *plugin, restarts=1)) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert (tmp_path / "killed").exists()
+    ours, theirs = result(tmp_path / "run"), result(alone)
+    assert ours[:3] == theirs[:3]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ends_the_run_in_time(tmp_path):
+    with running("esper", "train", *slow_run(tmp_path, pause=0.0, does="time.sleep(600)"), "--ranks", "2") as process:
+        began = time.monotonic()
+        out, err = process.communicate(timeout=100)
+        took = time.monotonic() - began
+    assert process.returncode == 2
+    assert "rank 1" in err
+    assert "did not reach the end of round 1 within 8 s" in err
+    assert "Traceback" not in err
+    assert took < 90
+
+
+@pytest.mark.slow
+def test_ranks_with_other_settings_are_refused_in_one_paragraph(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom esper.cli import main\n"
+        "sys.exit(main(['train', *sys.argv[1:], '--seed', os.environ['RANK']]))\n"
+    )
+    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), *NULL)
+    with running(*command, "--out", str(tmp_path / "run")) as process:
+        out, err = process.communicate(timeout=100)
+    said = [line for line in err.splitlines() if line.startswith("esper: ")]
+    assert len(said) == 1
+    assert said[0].startswith("esper: the configuration of rank 1")
+    assert said[0].endswith("all ranks of a run need the same program, settings and data.")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--ranks", "9"), "9 ranks cannot share 5 hosts in blocks = 4"),
+        (("--ranks", "0"), "ranks is 0; at least 1 process is needed"),
+        (("--task", "digits", "--ranks", "2"), "several tasks train one policy in one process"),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_refused_before_any_is_started(tmp_path, more, said):
+    done = esper("train", *NULL, *more, "--out", str(tmp_path / "run"))
+    assert (done.returncode, done.stderr.startswith("esper: ")) == (2, True)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ranks_share_the_hosts_of_a_comparison_and_the_passes_of_a_search(tmp_path):
+    def table(*arguments: str) -> str:
+        done = esper(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    compared = ("evaluate", "wait_only", "heuristic", "--task", "digits", "--num-envs", "5", "--episode-length", "4")
+    assert table(*compared, "--ranks", "3") == table(*compared)
+    searched = ("search", "null", "--budget", "20000", "--episode-length", "20", "--num-envs", "16")
+    for ranks in ("1", "2"):
+        table(*searched, "--ranks", ranks, "--out", str(tmp_path / ranks))
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / ranks).iterdir()} for ranks in "12")
+    assert one == two
+
+
+def test_what_is_shown_of_a_step_is_of_the_hosts_of_all_ranks():
+    def shown(mean: float, spread: float, t: int, **ops: int) -> dict[str, object]:
+        return {"round": 1, "t": t, "objective_mean": mean, "objective_std": spread, "live_accuracy_mean": mean,
+                "ops": ops, "slots": {}, "env_steps": 2 * t, "seconds": 1.0}  # fmt: skip
+
+    late = {**shown(9.0, 0.0, 1), "round": 2}  # a rank that is in another round is not counted
+    found = step_of_all([(2, shown(1.0, 2**0.5, 3, WAIT=6)), (2, shown(5.0, 2**0.5, 2, WAIT=3, PRUNE=1)), (1, late)])
+    # hosts 0, 2 and 4, 6
+    assert (found["objective_mean"], found["t"], found["env_steps"]) == (3.0, 3, 10)
+    assert found["objective_std"] == pytest.approx((20 / 3) ** 0.5)
+    assert found["ops"] == {"WAIT": 9, "PRUNE": 1}

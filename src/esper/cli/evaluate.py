@@ -28,7 +28,8 @@ class Evaluate:
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
-    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
+    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds, or
+    several rewards side by side, where they differ in their reward alone. Runs of one reward
     alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
     explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
     portfolio and halving. Besides: random_search, hill_climbing."""
@@ -71,6 +72,7 @@ def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
     from esper.runs.evaluation.comparison import compare, named
     from esper.runs.evaluation.outcomes import PICTURE, REPORT
+    from esper.runs.evaluation.rewards import compare_rewards, differ_in_reward
 
     runs, baselines = named(command.controllers)
     draw = _draws(command)
@@ -79,7 +81,7 @@ def evaluate(command: Evaluate) -> int:
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
     configs = [_configs(command, runs, task) for task in tasks]
     found = [
-        compare(
+        (compare_rewards if differ_in_reward(of_task) else compare)(
             of_task,
             runs,
             baselines,

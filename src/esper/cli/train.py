@@ -1,5 +1,6 @@
 """esper train: starts or resumes a run."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,6 +79,10 @@ class Train:
     """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
     sinks: Annotated[Names, placeholder("NAME ...")] = ()
     """Where metrics go besides the run directory: tensorboard, wandb, trackio, or one from a plugin."""
+    profile: FilePath = None
+    """Folder for a trace of some steps of the first round by torch.profiler, and a table of where their time went."""
+    profile_steps: Text = None
+    """Those steps, from the third on. (3-5)"""
     out: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
@@ -100,7 +105,8 @@ def train(command: Train) -> int:
     console = RunConsole()
     if command.resume is not None:
         path, config = command.resume, _continued(command, command.resume)
-        summary = runner.resume(config, path, console)
+        with _profiled(command, config, console):
+            summary = runner.resume(config, path, console)
     elif len(command.task) > 1:
         return _train_mixture(command, console)
     else:
@@ -109,7 +115,8 @@ def train(command: Train) -> int:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
         path = command.out or free_folder(config, config.preset)
-        summary = runner.start(config, path, console)
+        with _profiled(command, config, console):
+            summary = runner.start(config, path, console)
     if summary is None:
         console.say(runner.stopped(path))
         return EXIT_STOPPED
@@ -117,6 +124,19 @@ def train(command: Train) -> int:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
         _say_against_best_schedule(config, path, console)
     return 0
+
+
+def _profiled(command: Train, config: "RunConfig", console: RunConsole) -> AbstractContextManager[None]:
+    """Traces some steps of what is trained inside, if a folder for the trace was given."""
+    if command.profile is None:
+        if command.profile_steps is not None:
+            raise ConfigError("--profile-steps was given without --profile; name the folder of the trace.")
+        return nullcontext()
+    from esper.runs.assembly.assemble import device_of
+    from esper.runs.profiling import profiled, steps_of
+
+    first, last = steps_of(command.profile_steps or "3-5", config.episode_length)
+    return profiled(command.profile, first, last, device_of(config), console)
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:
@@ -128,7 +148,9 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
     if command.out is None or any(config.architecture for config in configs):
         raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no architecture.")
-    file = train_mixture(configs, command.out, console)
+    shortest = min(configs, key=lambda config: config.episode_length)
+    with _profiled(command, shortest, console):
+        file = train_mixture(configs, command.out, console)
     if file is None:
         console.say("stopped; the same command continues with the first round that is not in the folder")
         return EXIT_STOPPED

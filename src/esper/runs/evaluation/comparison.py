@@ -392,13 +392,18 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
                 "independent; compare runs of different seeds."
             )
         seeds[config.seed] = run
-        first, own = flat(plain(configs[0])), flat(plain(config))
-        for name in sorted(first.keys() | own.keys()):
-            if name.partition(".")[0] not in _FREE and first.get(name) != own.get(name):
-                raise ConfigError(
-                    f"{runs[0]} and {run} are not runs of one condition: {name} is {first.get(name)} in the first and "
-                    f"{own.get(name)} in the other; compare runs that differ in their seed alone, or each by itself."
-                )
+        for name, (first, other) in differing(configs[0], config).items():
+            raise ConfigError(
+                f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
+                "other; compare runs that differ in their seed or their reward alone, or each by itself."
+            )
+
+
+def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
+    """The settings, by dotted name, in which runs of one condition may not differ and these do."""
+    one, two = flat(plain(first)), flat(plain(other))
+    names = (name for name in sorted(one.keys() | two.keys()) if name.partition(".")[0] not in _FREE)
+    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
 
 
 def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool) -> list[Group]:

@@ -11,6 +11,7 @@ import pytest
 import esper
 from esper.cli import main
 from esper.runs.assembly.presets import config_of_run
+from esper.runs.evaluation.comparison import compare
 from esper.runs.evaluation.rewards import RewardComparison, _by_reward, compare_rewards, differ_in_reward
 from esper.telemetry.progress import RunConsole
 
@@ -43,7 +44,7 @@ def trained(path: Path, **options: Any) -> None:
 
 def compared(*paths: Path, hosts: int = 6) -> RewardComparison:
     configs = [config_of_run(path, {}) for path in paths]
-    return compare_rewards(configs, paths, [], num_envs=hosts, console=RunConsole(quiet=True))
+    return compare_rewards(compare, configs, paths, [], num_envs=hosts, console=RunConsole(quiet=True))
 
 
 def test_each_reward_has_a_row_on_the_same_hosts_and_the_difference_is_paired_over_them(runs, tmp_path, capfd):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +82,7 @@ def evaluate(command: Evaluate) -> int:
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
     configs = [_configs(command, runs, task) for task in tasks]
     found = [
-        (compare_rewards if differ_in_reward(of_task) else compare)(
+        (partial(compare_rewards, compare) if differ_in_reward(of_task) else compare)(
             of_task,
             runs,
             baselines,

@@ -23,8 +23,7 @@ from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
 from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import EngineSpec
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
-from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
-from esper.runs.assembly.values import flat, plain
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import climbing
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.climbing import Climb, climbs_of
@@ -55,6 +54,7 @@ from esper.runs.evaluation.results import (
     results,
     verdict,
 )
+from esper.runs.evaluation.rewards import differing
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import Dataset, data_label
@@ -62,8 +62,6 @@ from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.memory import available_bytes
 
-_FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
-"""Settings in which the runs of one condition may differ."""
 PLAIN_RUNS = 3
 """Trainings of the plain host that a race may spend where neither a budget nor a trained controller says more."""
 
@@ -397,13 +395,6 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
                 f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
                 "other; compare runs that differ in their seed or their reward alone, or each by itself."
             )
-
-
-def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
-    """The settings, by dotted name, in which runs of one condition may not differ and these do."""
-    one, two = flat(plain(first)), flat(plain(other))
-    names = (name for name in sorted(one.keys() | two.keys()) if name.partition(".")[0] not in _FREE)
-    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
 
 
 def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool) -> list[Group]:

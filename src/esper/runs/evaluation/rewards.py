@@ -7,16 +7,17 @@ The runs differ in their reward alone and have the same seeds, so that they trai
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from esper.leyline.errors import ConfigError, option
-from esper.runs.assembly.run_config import RunConfig
-from esper.runs.evaluation.comparison import Comparison, compare, differing
+from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
+from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation.results import (
     LEAST_UNITS,
     REFERENCE,
@@ -32,6 +33,11 @@ from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.progress import RunConsole
 
+if TYPE_CHECKING:
+    from esper.runs.evaluation.comparison import Comparison
+
+_FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
+"""Settings in which the runs of one condition may differ."""
 _FOLLOWS = frozenset({"custom_reward", "lifecycle.fossils_as_players"})
 """Settings that belong to a reward, besides those of its table."""
 OBJECTIVE = "100·J"
@@ -56,7 +62,7 @@ class RewardComparison:
         rewards: of each reward, by its label, the comparison of its controller with the baselines.
     """
 
-    rewards: Mapping[str, Comparison]
+    rewards: Mapping[str, "Comparison"]
 
     @property
     def first(self) -> str:
@@ -68,7 +74,7 @@ class RewardComparison:
         """Groups and hosts."""
         return self.rewards[self.first].size
 
-    @property
+    @cached_property
     def rows(self) -> list[ControllerResult]:
         """The controller of each reward, named by it, then the baselines."""
         own = [replace(found.rows[0], name=label) for label, found in self.rewards.items()]
@@ -93,7 +99,7 @@ class RewardComparison:
         found = of_objective | {name: hosts[column] for name, column in FIGURES.items()}
         return {name: values.reshape(self.size.groups, self.size.hosts) for name, values in found.items()}
 
-    @property
+    @cached_property
     def differences(self) -> dict[str, dict[str, Estimate]]:
         """For each other reward the paired difference of each figure to the first reward."""
         by_run = self.size.by_run
@@ -193,6 +199,13 @@ whatever the reward; FLOPs: of one example; train: FLOPs to train a host. Differ
 95 % intervals over {units}."""
 
 
+def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
+    """The settings, by dotted name, in which runs of one condition may not differ and these do."""
+    one, two = flat(plain(first)), flat(plain(other))
+    names = (name for name in sorted(one.keys() | two.keys()) if name.partition(".")[0] not in _FREE)
+    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
+
+
 def differ_in_reward(configs: Sequence[RunConfig]) -> bool:
     """Whether runs have different rewards, and otherwise one condition."""
     changes = [name for config in configs[1:] for name in differing(configs[0], config)]
@@ -200,6 +213,7 @@ def differ_in_reward(configs: Sequence[RunConfig]) -> bool:
 
 
 def compare_rewards(
+    compare: Callable[..., "Comparison"],
     configs: Sequence[RunConfig],
     runs: Sequence[Path],
     baselines: Sequence[str],
@@ -209,7 +223,13 @@ def compare_rewards(
 ) -> RewardComparison:
     """Compare the controllers of runs that differ in their reward, and in their seed; beside wait_only and `baselines`.
 
-    Args are those of `compare`.
+    Args:
+        compare: that of `comparison`, which compares the runs of one reward.
+        configs: as in `compare`.
+        runs: as in `compare`.
+        baselines: as in `compare`.
+        flops: must be None.
+        options: others of `compare`.
 
     Raises:
         ConfigError: the rewards were not trained with the same seeds, or a budget is given; and what `compare` raises.
@@ -282,7 +302,7 @@ def _of_objective(weights: RewardConfig) -> tuple[float, ...]:
     )
 
 
-def _summary(found: Comparison) -> str:
+def _summary(found: "Comparison") -> str:
     return found.groups[0].config.reward_traits.summary
 
 

@@ -47,7 +47,7 @@ FIGURES: Mapping[str, str] = {
     "growth": "growth",
     "parameters": "params",
     "FLOPs": "flops",
-    "train": "training_flops",
+    "training FLOPs": "training_flops",
 }
 """What is compared besides 100·J, and its name among the figures of a host."""
 _FORMS = {"growth": "{:.3f}x", "parameters": "{:,.0f}"}
@@ -195,8 +195,8 @@ class RewardComparison:
 
 
 _LEGEND = """Means over hosts of the networks that are kept. 100·J: val minus the price of added parameters,
-whatever the reward; FLOPs: of one example; train: FLOPs to train a host. Differences are paired, with
-95 % intervals over {units}."""
+whatever the reward; FLOPs: of one example; training FLOPs: of a host. Differences are paired, with 95 %
+intervals over {units}."""
 
 
 def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
@@ -316,6 +316,6 @@ def _shown(figure: str, value: float, *, signed: bool = False) -> str:
     size = abs(value) if signed else value
     if math.isnan(value):
         return "-"
-    if figure in ("FLOPs", "train"):
+    if figure in ("FLOPs", "training FLOPs"):
         return sign + short(size)
     return sign + _FORMS.get(figure, "{:.2f}").format(size)

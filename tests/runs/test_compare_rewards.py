@@ -57,6 +57,9 @@ def test_each_reward_has_a_row_on_the_same_hosts_and_the_difference_is_paired_ov
     shown, _, document = capfd.readouterr().out.partition("\n{")
     alone = json.loads("{" + document)
     assert alone["controllers"][0]["hosts"]["objective"] == rows["shaped"]["hosts"]["objective"]
+    returns = {row["name"]: row["shaped_return"] for row in alone["controllers"]}  # each by the reward shaped
+    of_shaped = found["rewards"][1]
+    assert (of_shaped["return"], of_shaped["return_of_wait_only"]) == (returns["trained"], returns["wait_only"])
     assert alone["seed"] == found["rewards"][0]["seeds"][0] == 1_000_000
     expected = np.subtract(rows["shaped"]["hosts"]["objective"], rows["objective"]["hosts"]["objective"])
     assert found["differences"]["shaped"]["100·J"]["mean"] == pytest.approx(expected.mean())

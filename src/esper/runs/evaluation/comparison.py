@@ -54,7 +54,7 @@ from esper.runs.evaluation.results import (
     results,
     verdict,
 )
-from esper.runs.evaluation.rewards import differing
+from esper.runs.evaluation.rewards import differing, is_of_reward
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import Dataset, data_label
@@ -384,17 +384,20 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
     """Raise ConfigError unless the runs differ in their seed, and in nothing else that matters."""
     seeds: dict[int, Path] = {}
     for run, config in zip(runs, configs, strict=bool(runs)):
+        changes = differing(configs[0], config)
+        if changes:
+            name = min(changes, key=is_of_reward)
+            raise ConfigError(
+                f"{runs[0]} and {run} are not runs of one condition: {name} is {changes[name][0]} in the first and "
+                f"{changes[name][1]} in the other; compare runs that differ in their seed or their reward alone, or each "
+                "by itself."
+            )
         if config.seed in seeds:
             raise ConfigError(
                 f"{seeds[config.seed]} and {run} were both trained with seed {config.seed}, so they are not "
                 "independent; compare runs of different seeds."
             )
         seeds[config.seed] = run
-        for name, (first, other) in differing(configs[0], config).items():
-            raise ConfigError(
-                f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
-                "other; compare runs that differ in their seed or their reward alone, or each by itself."
-            )
 
 
 def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool) -> list[Group]:

@@ -152,7 +152,8 @@ class RewardComparison:
                     "runs": [str(group.run) for group in one.groups],
                     "trained": [group.trained.place for group in one.groups if group.trained],
                     "seeds": [group.seed for group in one.groups],
-                    "return": one.rows[0].shaped_return,
+                    "return": _returns(one)[0],
+                    f"return_of_{REFERENCE}": _returns(one)[1],
                 }
                 for label, one in self.rewards.items()
             ],
@@ -172,7 +173,8 @@ class RewardComparison:
         console.say(f"{found.groups[0].config.task}, {counted(size.hosts, 'host')} {each} {seeds}")
         for label, one in self.rewards.items():
             runs = ", ".join(f"{group.run} {group.trained.place}" for group in one.groups if group.trained)
-            console.say(f"{label}: {_summary(one)} ({runs})")
+            own, alone = _returns(one)
+            console.say(f"{label}: {_summary(one)}; return {own:.2f}, of {REFERENCE} {alone:.2f} ({runs})")
         means = {row.name: {n: float(v.mean()) for n, v in self.figures(row).items()} for row in self.rows}
         page = plain_table("trained with", *means[self.first])
         for name, values in means.items():
@@ -209,7 +211,7 @@ def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, obj
 def differ_in_reward(configs: Sequence[RunConfig]) -> bool:
     """Whether runs have different rewards, and otherwise one condition."""
     changes = [name for config in configs[1:] for name in differing(configs[0], config)]
-    return bool(changes) and all(_is_of_reward(name) for name in changes)
+    return bool(changes) and all(is_of_reward(name) for name in changes)
 
 
 def compare_rewards(
@@ -288,7 +290,8 @@ def _value(config: RunConfig, name: str) -> object:
     return found
 
 
-def _is_of_reward(name: str) -> bool:
+def is_of_reward(name: str) -> bool:
+    """Whether a setting belongs to a reward."""
     return name in _FOLLOWS or name.startswith("reward.")
 
 
@@ -300,6 +303,12 @@ def _of_objective(weights: RewardConfig) -> tuple[float, ...]:
         weights.objective_flops_weight,
         weights.rent_host_params_floor,
     )
+
+
+def _returns(found: "Comparison") -> tuple[float, float]:
+    """The undiscounted returns of the trained controller and of waiting, by the reward that trained it."""
+    by_name = {row.name: row.shaped_return for row in found.rows}
+    return by_name[TRAINED], by_name[REFERENCE]
 
 
 def _summary(found: "Comparison") -> str:

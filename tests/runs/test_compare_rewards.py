@@ -107,12 +107,14 @@ def test_rewards_of_other_seeds_and_a_budget_are_refused(runs, capfd):
     assert "leave --flops-per-host out" in capfd.readouterr().err
 
 
-def test_runs_that_differ_in_more_than_the_reward_are_no_comparison_of_rewards(runs, tmp_path):
+def test_runs_that_differ_in_more_than_the_reward_are_no_comparison_of_rewards(runs, tmp_path, capfd):
     configs = [config_of_run(runs(name), {}) for name in ("objective-0", "shaped-0", "objective-1")]
     assert differ_in_reward(configs)
     assert not differ_in_reward([configs[0], configs[2]])
     trained(tmp_path / "run", reward="shaped", **{"ppo.lr": 0.1})
     assert not differ_in_reward([configs[0], config_of_run(tmp_path / "run", {})])
+    assert main(["evaluate", str(runs("objective-0")), str(tmp_path / "run")]) == 2
+    assert "ppo.lr is 0.0005 in the first and 0.1 in the other" in capfd.readouterr().err
 
 
 def test_a_reward_that_needs_other_measurements_is_still_one_reward(runs):

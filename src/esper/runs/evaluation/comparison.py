@@ -385,17 +385,17 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
     seeds: dict[int, Path] = {}
     for run, config in zip(runs, configs, strict=bool(runs)):
         changes = differing(configs[0], config)
-        if changes:
-            name = min(changes, key=is_of_reward)
-            raise ConfigError(
-                f"{runs[0]} and {run} are not runs of one condition: {name} is {changes[name][0]} in the first and "
-                f"{changes[name][1]} in the other; compare runs that differ in their seed or their reward alone, or each "
-                "by itself."
-            )
-        if config.seed in seeds:
+        if config.seed in seeds and not any(map(is_of_reward, changes)):
             raise ConfigError(
                 f"{seeds[config.seed]} and {run} were both trained with seed {config.seed}, so they are not "
                 "independent; compare runs of different seeds."
+            )
+        if changes:
+            name = min(changes, key=is_of_reward)
+            first, other = changes[name]
+            raise ConfigError(
+                f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
+                "other; compare runs that differ in their seed or their reward alone, or each by itself."
             )
         seeds[config.seed] = run
 

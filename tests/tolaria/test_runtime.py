@@ -117,6 +117,14 @@ def test_a_phase_that_raises_is_still_measured():
     assert list(timer.read()) == ["train"]
 
 
+def test_a_phase_is_a_range_of_a_profiler_that_runs():
+    timer = PhaseTimer(CPU, enabled=True)
+    with torch.profiler.profile(acc_events=True) as found, timer.span("train"):
+        torch.ones(2)
+    assert "train" in [event.key for event in found.key_averages()]
+    assert list(timer.read()) == ["train"]
+
+
 def test_a_timer_that_is_off_keeps_nothing():
     timer = PhaseTimer(CPU, enabled=False)
     with timer.span("train"), timer.span("nested"):

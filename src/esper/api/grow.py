@@ -303,7 +303,7 @@ def grow(
         device: "auto", "cpu", "cuda" or "cuda:N"; as in the run if not given.
         progress: whether to print.
         unfinished: file that keeps the candidates until the growth is complete. If it is there, it is continued.
-        settings: any key of the configuration, such as workers=1.
+        settings: any key of the configuration, such as threads=1.
 
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and how to continue.
@@ -353,7 +353,7 @@ def grow(
         if run is not None and run.task is not None and run.task.name != spec.name:
             stack.enter_context(in_process(run.task))
         config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
-        # workers import them too; one episode is shorter than a compilation
+        # one episode is shorter than a compilation
         config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
         name, make = _client(spec, method, run, config)
         try:

@@ -221,7 +221,7 @@ def train(
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: run directory to create; a new folder under runs/ if not given.
         progress: whether to print.
-        settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
+        settings: any key of the configuration, such as threads=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
 
     Raises:
         ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.

@@ -16,6 +16,7 @@ import tyro
 import esper
 from esper.cli.evaluate import Evaluate, Search, evaluate, search
 from esper.cli.grow import Export, Grow, export, grow
+from esper.cli.mcp import Mcp, mcp
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_first
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Serve, serve
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "query": (Query, query),
     "report": (Report, report),
     "serve": (Serve, serve),
+    "mcp": (Mcp, mcp),
     "tasks": (Tasks, tasks),
 }
 """The options of each command, and what it does."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,8 @@ class Evaluate:
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
-    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
+    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds, or
+    several rewards side by side, where they differ in their reward alone. Runs of one reward
     alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
     explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
     portfolio and halving. Besides: random_search, hill_climbing."""
@@ -74,6 +76,7 @@ def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
     from esper.runs.evaluation.comparison import compare, named
     from esper.runs.evaluation.outcomes import PICTURE, REPORT
+    from esper.runs.evaluation.rewards import compare_rewards, differ_in_reward
 
     runs, baselines = named(command.controllers)
     draw = _draws(command)
@@ -85,7 +88,7 @@ def evaluate(command: Evaluate) -> int:
         return in_ranks(command.ranks)
     with ranks_of_job() as group:
         found = [
-            compare(
+            (partial(compare_rewards, compare) if differ_in_reward(of_task) else compare)(
                 of_task,
                 runs,
                 baselines,

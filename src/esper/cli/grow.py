@@ -60,7 +60,7 @@ class Grow:
     overwrite: Flag = False
     """Replace a folder made by this command."""
     set: Annotated[Names, placeholder("NAME=VALUE ...")] = ()
-    """Any other setting of config.toml, e.g. --set workers=1."""
+    """Any other setting of config.toml, e.g. --set threads=1."""
     plugins: Plugins = ()
     """Plugins to import; with a run, those of its plugins that may be executed."""
     trust: Flag = False

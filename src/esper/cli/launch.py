@@ -34,6 +34,7 @@ def in_ranks(ranks: int, *more: str) -> int:
         at = arguments.index("--ranks")
         del arguments[at : at + 2]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a step may take long, and a checkpoint follows
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
     config = LaunchConfig(
         min_nodes=1,
@@ -44,9 +45,7 @@ def in_ranks(ranks: int, *more: str) -> int:
         run_id="esper",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="SIGTERM,SIGHUP",
     )
-    signal.signal(signal.SIGINT, lambda number, frame: None)  # the ranks get Ctrl-C themselves, and stop
     try:
         elastic_launch(config, sys.executable)("-m", "esper", *arguments, *more)
     except SignalException:

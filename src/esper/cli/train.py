@@ -1,5 +1,6 @@
 """esper train: starts or resumes a run."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,7 @@ from esper.telemetry.progress import RunConsole, ranks_of_job
 from esper.telemetry.run_directory import plugins_of
 
 if TYPE_CHECKING:
+    from esper.leyline.ranks import Group
     from esper.runs.assembly.run_config import RunConfig
 
 
@@ -79,6 +81,10 @@ class Train:
     """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
     sinks: Annotated[Names, placeholder("NAME ...")] = ()
     """Where metrics go besides the run directory: tensorboard, wandb, trackio, or one from a plugin."""
+    profile: FilePath = None
+    """Folder for a trace of some steps of the first round by torch.profiler, and a table of where their time went."""
+    profile_steps: Text = None
+    """Those steps, from the third on. (3-5)"""
     out: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
@@ -103,7 +109,7 @@ def train(command: Train) -> int:
         return _in_ranks(command, command.ranks)
     if command.resume is not None:
         path, config = command.resume, _continued(command, command.resume)
-        with ranks_of_job(config.rank_timeout) as group:
+        with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
             summary = runner.resume(config, path, console)
     elif len(command.task) > 1:
         return _train_mixture(command, console)
@@ -112,7 +118,7 @@ def train(command: Train) -> int:
         if command.architecture is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        with ranks_of_job(config.rank_timeout) as group:
+        with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
             path = group.of_first(lambda: command.out or free_folder(config, config.preset))
             summary = runner.start(config, path, console)
     if summary is None:
@@ -128,8 +134,7 @@ def train(command: Train) -> int:
 
 def _in_ranks(command: Train, ranks: int) -> int:
     """The same command in several processes; what is wrong with it is known before they start."""
-    from esper.leyline.ranks import Group
-    from esper.leyline.ranks import Ranks as Shares
+    from esper.leyline import ranks as sharing
     from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.run_config import free_folder
     from esper.telemetry.run_directory import require_free
@@ -144,8 +149,23 @@ def _in_ranks(command: Train, ranks: int) -> int:
         require_free(path := command.out or free_folder(config, config.preset))
         out = () if command.out else ("--out", str(path))
     blocks = min(config.blocks or ranks, config.num_envs)
-    Shares(config.num_envs, blocks, Group(size=ranks))  # refuses what does not fit
+    sharing.Ranks(config.num_envs, blocks, sharing.Group(size=ranks))  # refuses what does not fit
     return in_ranks(ranks, *out)
+
+
+def _profiled(command: Train, config: "RunConfig", console: RunConsole, group: "Group") -> AbstractContextManager[None]:
+    """Traces some steps of what is trained inside, if a folder for the trace was given."""
+    if command.profile is None:
+        if command.profile_steps is not None:
+            raise ConfigError("--profile-steps was given without --profile; name the folder of the trace.")
+        return nullcontext()
+    if not group.is_first:
+        return nullcontext()
+    from esper.runs.assembly.assemble import device_of
+    from esper.runs.profiling import profiled, steps_of
+
+    first, last = steps_of(command.profile_steps or "3-5", config.episode_length)
+    return profiled(command.profile, first, last, device_of(config), console)
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:
@@ -157,7 +177,9 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
     if command.out is None or any(config.architecture for config in configs):
         raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no architecture.")
-    file = train_mixture(configs, command.out, console)
+    shortest = min(configs, key=lambda config: config.episode_length)
+    with _profiled(command, shortest, console):
+        file = train_mixture(configs, command.out, console)
     if file is None:
         console.say("stopped; the same command continues with the first round that is not in the folder")
         return EXIT_STOPPED

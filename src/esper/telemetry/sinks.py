@@ -12,6 +12,7 @@ import time
 import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +65,16 @@ def register_listener(name: str) -> Callable[[SinkFactory], SinkFactory]:
         return factory
 
     return register
+
+
+@contextmanager
+def listening(name: str, listener: Sink) -> Iterator[None]:
+    """Training runs that start inside pass their records to `listener` too; raises RegistryError like the above."""
+    register_listener(name)(lambda run_directory: listener)
+    try:
+        yield
+    finally:
+        del _LISTENERS[name]
 
 
 def register_sink(name: str, *, kinds: Collection[str] | None = None) -> Callable[[SinkFactory], SinkFactory]:

@@ -12,7 +12,7 @@ import pytest
 from esper.leyline.errors import QueryError, RunDirectoryError
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.records import Records
-from esper.telemetry.record.reader import Record, open_record
+from esper.telemetry.record.reader import COUNTED, Record, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
 from esper.telemetry.run_directory import RECORD
@@ -200,6 +200,19 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
         assert any(part.name in line and "not a regular file" in line for line in record.complaints)
         assert any("events.jsonl is not a regular file" in line for line in record.complaints)
         assert record.query("SELECT * FROM steps WHERE round = 1") == record.query("SELECT * FROM episodes") == []
+
+
+def test_a_value_that_fails_in_a_late_row_is_explained_too(record: Record) -> None:
+    sql = "SELECT CAST(CASE WHEN range = 900000 THEN 'x' ELSE '1' END AS INTEGER) FROM range(1000000)"
+    for ask in (record.query, record.arrays, lambda sql: record.beginning(sql, 1)):
+        with pytest.raises(QueryError, match="Could not convert string 'x'"):
+            ask(sql)
+
+
+def test_the_beginning_of_an_answer_counts_the_other_rows_up_to_a_limit(record: Record) -> None:
+    assert record.beginning("SELECT * FROM range(5)", 2) == ([{"range": 0}, {"range": 1}], 3, True)
+    rows, more, is_all = record.beginning("SELECT * FROM range(1000000000)", 1)
+    assert (len(rows), more, is_all) == (1, COUNTED, False)
 
 
 def test_a_run_of_another_version_is_refused(copy: Path) -> None:

@@ -24,8 +24,7 @@ from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import EngineSpec
 from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
-from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
-from esper.runs.assembly.values import flat, plain
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import climbing
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.climbing import Climb, climbs_of
@@ -56,6 +55,7 @@ from esper.runs.evaluation.results import (
     results,
     verdict,
 )
+from esper.runs.evaluation.rewards import differing, is_of_reward
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import Dataset, data_label
@@ -63,8 +63,6 @@ from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.memory import available_bytes
 
-_FREE = frozenset({"seed", "executor", "threads", "blocks", *CHANGEABLE} - {"rounds"})
-"""Settings in which the runs of one condition may differ."""
 PLAIN_RUNS = 3
 """Trainings of the plain host that a race may spend where neither a budget nor a trained controller says more."""
 
@@ -387,19 +385,20 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
     """Raise ConfigError unless the runs differ in their seed, and in nothing else that matters."""
     seeds: dict[int, Path] = {}
     for run, config in zip(runs, configs, strict=bool(runs)):
-        if config.seed in seeds:
+        changes = differing(configs[0], config)
+        if config.seed in seeds and not any(map(is_of_reward, changes)):
             raise ConfigError(
                 f"{seeds[config.seed]} and {run} were both trained with seed {config.seed}, so they are not "
                 "independent; compare runs of different seeds."
             )
+        if changes:
+            name = min(changes, key=is_of_reward)
+            first, other = changes[name]
+            raise ConfigError(
+                f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
+                "other; compare runs that differ in their seed or their reward alone, or each by itself."
+            )
         seeds[config.seed] = run
-        first, own = flat(plain(configs[0])), flat(plain(config))
-        for name in sorted(first.keys() | own.keys()):
-            if name.partition(".")[0] not in _FREE and first.get(name) != own.get(name):
-                raise ConfigError(
-                    f"{runs[0]} and {run} are not runs of one condition: {name} is {first.get(name)} in the first and "
-                    f"{own.get(name)} in the other; compare runs that differ in their seed alone, or each by itself."
-                )
 
 
 def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool) -> list[Group]:

@@ -176,7 +176,9 @@ class ControllerResult:
         needed: units that would be needed to detect a difference of 2 points; None if one unit says nothing of it.
         committed, test: accuracy (pp) on the validation and the test split. loss: on the validation split; perplexity:
             exp(loss) for texts, else NaN. test_objective: 100·J with `test`.
-        growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
+        growth: (host + fossilized parameters) / host parameters. params: of the kept network.
+        compute: FLOPs of training over those of training the host alone, which J may price. ops: effective operations
+            of all hosts, by name.
         flops: of one example in the kept network. training_flops, measuring_flops: of a host, see `CostMeter`.
         seconds: wall time of all its episodes.
         shaped_return: undiscounted sum of rewards; a diagnostic that does not rank controllers.
@@ -201,6 +203,8 @@ class ControllerResult:
     test_std: float
     test_objective: float
     growth: float
+    params: float
+    compute: float
     fossilized: float
     flops: float
     training_flops: float
@@ -260,6 +264,8 @@ def host_figures(outcomes: Sequence[Outcome], weights: RewardConfig) -> dict[str
             "test": outcome.test_acc,
             "test_objective": objective_of(replace(stats, committed_acc=outcome.test_acc.astype(np.float64)), weights),
             "growth": stats.growth,
+            "params": stats.host_params + stats.fossil_params,
+            "compute": stats.compute,
             "shaped_return": stats.returns,
             "flops": cost.per_example,
             "training_flops": cost.training.sum(axis=0),

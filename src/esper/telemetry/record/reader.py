@@ -11,11 +11,12 @@ config.toml, about.json ---------->    runs
 import json
 import os
 import stat
+import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import duckdb
 import numpy as np
@@ -52,8 +53,11 @@ MEMORY = "1GiB"
 """Most memory that a query may use."""
 _CHUNK = 10_000
 """Rows that are inserted at once."""
+COUNTED, COUNTING = 100_000, 2.0
+"""Most rows that are counted beyond those that are wanted, and seconds for it."""
 Line = Mapping[str, Any]
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @final
@@ -89,13 +93,29 @@ class Record:
         Raises:
             QueryError: it is not a SELECT, reads other files, or is wrong; the message names the tables.
         """
-        found = self._run(sql, params)
-        names = _unique([column[0] for column in found.description or ()])
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        return self._run(sql, params, lambda found: _named(found, found.fetchall()))
+
+    def beginning(self, sql: str, most: int) -> tuple[list[dict[str, Any]], int, bool]:
+        """The first `most` rows of one SELECT, how many others were counted, and whether those are all.
+
+        Raises QueryError like `query`.
+        """
+
+        def fetch(found: duckdb.DuckDBPyConnection) -> tuple[list[dict[str, Any]], int, bool]:
+            rows, more = _named(found, found.fetchmany(most)), 0
+            until = time.monotonic() + COUNTING
+            while chunk := found.fetchmany(1000):
+                more += len(chunk)
+                if more >= COUNTED or time.monotonic() > until:
+                    return rows, more, False
+            return rows, more, True
+
+        return self._run(sql, (), fetch)
 
     def arrays(self, sql: str, params: Sequence[object] = ()) -> dict[str, np.ndarray]:
         """The columns of one SELECT; NULL is NaN in columns of numbers, else None. Raises QueryError like `query`."""
-        return {name: _plain(column) for name, column in self._run(sql, params).fetchnumpy().items()}
+        columns = self._run(sql, params, lambda found: found.fetchnumpy())
+        return {name: _plain(column) for name, column in columns.items()}
 
     def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
@@ -105,7 +125,7 @@ class Record:
             raise QueryError(
                 "frames need pandas, which is not installed; pip install 'esper-growth[frames]'."
             ) from error
-        return pandas.DataFrame(self._run(sql, params).df())
+        return self._run(sql, params, lambda found: pandas.DataFrame(found.df()))
 
     def polars(self, sql: str, params: Sequence[object] = ()) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
@@ -115,9 +135,13 @@ class Record:
             raise QueryError(
                 "frames need polars, which is not installed; pip install 'esper-growth[frames]'."
             ) from error
-        found = self._run(sql, params)
-        names = _unique([column[0] for column in found.description or ()])
-        return polars.DataFrame(found.fetchall(), schema=names, orient="row", infer_schema_length=None)
+        return self._run(
+            sql,
+            params,
+            lambda found: polars.DataFrame(
+                found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None
+            ),
+        )
 
     def anomaly_lines(self) -> list[str]:
         """A line for each kind of anomaly, with its rounds and advice."""
@@ -141,7 +165,8 @@ class Record:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, sql: str, params: Sequence[object]) -> duckdb.DuckDBPyConnection:
+    def _run(self, sql: str, params: Sequence[object], fetch: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
+        """What `fetch` takes from the result. Later rows may be computed, and fail, only while they are fetched."""
         if ANOMALIES.name in sql.lower():
             self._find_anomalies()
         try:
@@ -152,7 +177,7 @@ class Record:
                     f"found {kinds}, but a record can only be read, by one SELECT (also WITH, FROM, DESCRIBE, "
                     f"SUMMARIZE). {self._known()}"
                 )
-            return self._database.execute(sql, list(params))
+            return fetch(self._database.execute(sql, list(params)))
         except duckdb.PermissionException as error:
             raise QueryError(f"a query reads the record alone, no other files. {self._known()}") from error
         except duckdb.OutOfMemoryException as error:
@@ -222,6 +247,17 @@ def _unique(names: Sequence[str]) -> list[str]:
         seen[name] += 1
         found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return found
+
+
+def _names(found: duckdb.DuckDBPyConnection) -> list[str]:
+    """The names of the columns of a result."""
+    return _unique([column[0] for column in found.description or ()])
+
+
+def _named(found: duckdb.DuckDBPyConnection, rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows of a result by column."""
+    names = _names(found)
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _plain(column: Any) -> np.ndarray:  # noqa: ANN401 -- masked or not

@@ -18,6 +18,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+import duckdb
+
 from esper.leyline.errors import QueryError, RunDirectoryError, command
 from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, evaluation_files, open_record, read_lines, round_rows
@@ -28,6 +30,10 @@ OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
 ANSWERS = 200
 """Most answers that are kept for a record."""
+
+
+DAMAGED = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, duckdb.Error)
+"""What reading a run may raise: files may be removed meanwhile, and values of damaged ones are of any type."""
 
 
 class UnknownRunError(RunDirectoryError):
@@ -100,7 +106,7 @@ class Runs:
         """The directory of a run; raises UnknownRunError."""
         found = self.found()
         if name not in found:
-            raise UnknownRunError(f"there is no run {name!r} here; the overview lists those that there are.")
+            raise UnknownRunError(f"there is no run {name!r} here; the list of runs has those that there are.")
         return found[name]
 
     def versions(self) -> dict[str, str]:
@@ -144,7 +150,7 @@ class Runs:
         rows = {}
         for name, path in self.found().items():
             version, kept = version_of(path), self._rows.get(name)
-            rows[name] = kept if kept and kept[0] == version else (version, row_of(path))
+            rows[name] = kept if kept and kept[0] == version else (version, _row_of_any(path))
         self._rows = rows
         return {"runs": [{"run": name, **row} for name, (_, row) in rows.items()], "notes": self.notes()}
 
@@ -214,6 +220,16 @@ def row_of(run: Path) -> Payload:
         "changed": written and written.stat().st_mtime,
         "complaints": complaints,
     }
+
+
+def _row_of_any(run: Path) -> Payload:
+    """The row of a run, also of a damaged one: the others are shown."""
+    try:
+        return row_of(run)
+    except DAMAGED as error:
+        names = (*_SETTINGS, *_RESULTS, "reward", "rounds", "finished", "seconds", "best", "changed")
+        complaint = f"{run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
+        return {**dict.fromkeys(names), "curve": [], "complaints": [complaint]}
 
 
 def _config(path: Path, complaints: list[str]) -> dict[str, Any]:

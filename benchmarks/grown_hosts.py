@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from esper.tolaria.executors.sharded import ShardedExecutor
 
 from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
@@ -216,7 +215,7 @@ class GrownHosts:
 
 @dataclass(frozen=True)
 class SharedHosts:
-    """The same hosts under one executor, in one process or shared by several."""
+    """The same hosts under one executor."""
 
     executor: Executor
     slots: SlotState
@@ -227,14 +226,12 @@ class SharedHosts:
 
     @classmethod
     def build(
-        cls, shape: Shape | TextShape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice, workers: int
+        cls, shape: Shape | TextShape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice
     ) -> "SharedHosts":
         """Episode 0 with all seeds germinated; `train` and `val` are numbers of examples."""
         task = task_of(shape)
         assert task.load is not None
-        config = EngineConfig(
-            num_envs=num_hosts, slots=task.enabled, episode_length=8, executor=executor, workers=workers
-        )
+        config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor=executor)
         data = shortened(task.load(None, 0), train, val)
         engine = build_engine(config, task, data, CPU)
         engine.executor.reset(0)
@@ -254,11 +251,6 @@ class SharedHosts:
         """One epoch of all hosts, and all their coalitions."""
         self.train()
         self.measure()
-
-    def close(self) -> None:
-        """End the workers, if there are any."""
-        if isinstance(self.executor, ShardedExecutor):
-            self.executor.close()
 
 
 def grown(

@@ -20,7 +20,6 @@ All run in turn in one process; a ratio is taken within each repetition, and the
 import copy
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -34,7 +33,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from esper.tolaria.executors.sharded import ShardedExecutor
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
@@ -168,8 +166,8 @@ class Options:
     """Of a validation."""
     repetitions: int = 5
     """Measurements of each; a first one is not counted."""
-    workers: int = os.cpu_count() or 1
-    """Workers of esper, and threads of the loops."""
+    threads: int = usable_cores()
+    """Threads of the loops, and those that esper takes."""
     quick: bool = False
     """One repetition of a few short cases."""
     programs: bool = False
@@ -223,11 +221,9 @@ class Hosts:
     full: Coalitions
 
     @classmethod
-    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice, workers: int) -> "Hosts":
+    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice) -> "Hosts":
         """Episode 0, with the seeds of the case in their slots."""
-        config = EngineConfig(
-            num_envs=case.hosts, slots=task.enabled, episode_length=8, executor=executor, workers=workers
-        )
+        config = EngineConfig(num_envs=case.hosts, slots=task.enabled, episode_length=8, executor=executor)
         assert task.load is not None
         torch.set_num_threads(1)
         engine = build_engine(config, task, task.load(None, 0), CPU)
@@ -244,11 +240,6 @@ class Hosts:
     def step(self) -> tuple[Tensor, Tensor]:
         """One epoch and a validation; the losses of each host."""
         return self.train(), self.executor.evaluate(1, self.slots, self.full).loss
-
-    def close(self) -> None:
-        """End the workers, if there are any."""
-        if isinstance(self.executor, ShardedExecutor):
-            self.executor.close()
 
 
 def planted(case: Case) -> tuple[SlotState, Coalitions, Structure]:
@@ -315,7 +306,7 @@ def ways_of(case: Case, task: TaskSpec, executor: NetworkExecutor, options: Opti
         kinds["compiled"] = {"channels_last": last, "compiled": True}
     ways = {}
     for name, settings in kinds.items():
-        for threads in sorted({1, options.workers}):
+        for threads in sorted({1, options.threads}):
             loops = PlainLoops(
                 [copy.deepcopy(net) for net in nets], plain, adamw=True, lr=task.optimizer.host_lr, loss=case.loss,
                 **settings,
@@ -334,26 +325,12 @@ def _plain_step(loops: PlainLoops, threads: int) -> tuple[Tensor, Tensor]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def cpu_seconds() -> float:
-    """Of this process and its workers."""
-    found = time.process_time()
-    own = os.getpid()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(words[1]) == own:
-            found += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 def timed(work: Callable[[], object]) -> tuple[float, float]:
     """Wall milliseconds and CPU seconds."""
-    cpu, began = cpu_seconds(), time.perf_counter()
+    cpu, began = time.process_time(), time.perf_counter()
     work()
     ms = 1e3 * (time.perf_counter() - began)
-    return ms, cpu_seconds() - cpu
+    return ms, time.process_time() - cpu
 
 
 def check_same(case: Case, name: str, found: object, want: object) -> None:
@@ -384,7 +361,7 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
     rows = []
     for executor in executors:
         try:
-            hosts = Hosts.build(case, task, executor, options.workers)
+            hosts = Hosts.build(case, task, executor)
         except ConfigError as error:
             print(f"{case.name}: {error}", file=sys.stderr, flush=True)
             continue
@@ -395,7 +372,6 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
             names = list(ways)[:: 1 if i % 2 else -1]
             times = {name: timed(ways[name]) for name in names}
             found += [times] if i or options.quick else []
-        hosts.close()
         best = [min(kept, key=lambda name, times=times: times[name][0]) for times in found]
         ratios = [times[name][0] / times["esper"][0] for times, name in zip(found, best, strict=True)]
         rows.append(Row(
@@ -417,7 +393,6 @@ def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str
     operations = flop_of_training(lambda: F.cross_entropy(net(x), y).backward()) * case.hosts * options.batches
     hosts.train()
     seconds = min(timed(hosts.train)[1] for _ in range(max(2, options.repetitions)))
-    hosts.close()
     peak = fma_peak()
     rate = operations / seconds / 1e9
     share = f"{rate:.1f} GFLOP/s of one core in training, {100 * rate / peak:.0f} % of its peak of {peak:.0f}"
@@ -490,7 +465,7 @@ def main(options: Options) -> int:
             times = f"{row.esper_ms:,.0f} ms, {row.ratio:.2f} times as fast ({row.lowest:.2f} to {row.highest:.2f})"
             print(f"{row.name}, {row.executor}: {times} as {row.plain}", file=sys.stderr, flush=True)
     machine = environment(CPU)
-    print(markdown(rows, {**machine, "workers": options.workers}))
+    print(markdown(rows, {**machine, "threads": options.threads}))
     for case in chosen:
         if case.name.startswith("ResNet-8") and not case.seeds:
             for executor in options.executors:

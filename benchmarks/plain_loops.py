@@ -11,7 +11,6 @@ host in plain evaluations of the whole network. All run in turn; a result is the
 
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -46,8 +45,8 @@ class Options:
 
     hosts: int = 8
     """N."""
-    workers: int = os.cpu_count() or 1
-    """Workers of esper, and threads of the loops."""
+    threads: int = usable_cores()
+    """Threads of the loops, and those that esper takes."""
     batches: int = 2
     """Batches of training per epoch."""
     val_examples: int = 128
@@ -147,17 +146,16 @@ def with_threads(threads: int, work: Callable[[], object]) -> Callable[[], objec
 def compared(shape: Shape | TextShape, options: Options, *, executor: ExecutorChoice = "auto") -> Row:
     """Training and coalitions of esper against the loops."""
     torch.set_num_threads(1)
-    train, val, workers = shape.batch * options.batches, options.val_examples, options.workers
+    train, val = shape.batch * options.batches, options.val_examples
     alone = SharedHosts.build(shape, options.hosts, train, val, executor="streamed")
-    shared = SharedHosts.build(shape, options.hosts, train, val, executor=executor, workers=workers)
+    shared = SharedHosts.build(shape, options.hosts, train, val, executor=executor)
     loops = loops_of(shape, alone)
-    counts = sorted({1, workers})
+    counts = sorted({1, options.threads})
     ways = {
         "train": [with_threads(1, shared.train), *(with_threads(count, loops.train) for count in counts)],
         "measure": [with_threads(1, shared.measure), *(with_threads(count, loops.evaluate) for count in counts)],
     }
     found = {name: paired(work, options.repetitions) for name, work in ways.items()}
-    shared.close()
     speed_ups = [loop / own for own, loop in found["train"]]
     medians = {name: [statistics.median(side) for side in zip(*pairs, strict=True)] for name, pairs in found.items()}
     return Row(

@@ -143,14 +143,6 @@ def executor_facts(report: Report) -> Lines:
     ]
 
 
-def workers(report: Report) -> Lines:
-    """Rows of benchmarks/workers.py."""
-    return [
-        ("hosts, executor", "1 worker ms", f"{report['workers']} workers ms", "speed-up", "range"),
-        *((r["name"], f"{r['first_ms']:,.0f}", f"{r['second_ms']:,.0f}", *speed_up(r)) for r in report["rows"]),
-    ]
-
-
 def plain_loops(report: Report) -> Lines:
     """Rows of benchmarks/plain_loops.py."""
     return [
@@ -169,7 +161,7 @@ def speed_up(row: Report) -> tuple[str, str]:
 
 
 ROUNDS = ("scripts/benchmark_hot_path.py", "--hosts", "16", "--task")
-STREAMED_AND_AUTO = ("executor=streamed,workers=1", "executor=auto,workers=2")
+STREAMED_AND_AUTO = ("executor=streamed", "executor=auto")
 MEASUREMENTS = (
     Measurement(
         "Control step of the null task, eager",
@@ -185,7 +177,6 @@ MEASUREMENTS = (
     Measurement("Reward kernel, mode shaped, float64", ("benchmarks/rewards.py", "--hosts", "64", "4096"), (rewards,)),
     Measurement("Executors, three seeds per host", ("benchmarks/executors.py",), (executors, executor_facts)),
     Measurement("Against plain training loops", ("benchmarks/plain_loops.py", "--repetitions", "3"), (plain_loops,)),
-    Measurement("Workers", ("benchmarks/workers.py", "--hosts", "16", "--repetitions", "3"), (workers,)),
     Measurement(
         "Rounds of digits, 16 hosts x 20 steps",
         (*ROUNDS, "digits", "--steps", "20", "--rounds", "4", "--compare", *STREAMED_AND_AUTO),

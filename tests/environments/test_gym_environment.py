@@ -37,7 +37,7 @@ NAN = float("nan")
 def task(*faults, sigma=2.0):
     """Scripted hosts with noise, so that no two are equal, and with losses that are not finite."""
     script = NullSpec(sigma=sigma, permuted=True, faults=tuple(Fault(*fault) for fault in faults))
-    return dataclasses.replace(NULL, name="noisy_null", script=script)
+    return dataclasses.replace(NULL, name="noisy_null_of_gym", script=script)
 
 
 def make(of=None, **settings):
@@ -374,7 +374,7 @@ def test_a_step_reads_the_device_twice_however_many_hosts_there_are():
 
 
 def test_networks_are_hosts_too():
-    env = make(tiny.task(), executor="streamed", workers=1)
+    env = make(dataclasses.replace(tiny.task(), name="tiny_of_gym"), executor="streamed")
     obs, _ = env.reset(seed=0)
     rows = [env.step(np.tile(action(Op.GERMINATE, slot=t % 3, blueprint=1), (N, 1))) for t in range(E)]
     assert (rows[-1][-1]["kept_points"] > 0.0).all()

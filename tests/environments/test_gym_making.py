@@ -53,7 +53,7 @@ def test_a_task_of_the_users_is_taken_with_its_threads_and_its_name_left_alone()
 
     x, y = torch.randn(60, 6, generator=generator), torch.arange(60) % 3
     task = esper.Task(net, ["1"], train=(x, y), episode_length=3, name="mine")
-    env = esper.gym.make_vec(task, num_envs=2, executor="streamed", workers=1, device="cpu")
+    env = esper.gym.make_vec(task, num_envs=2, executor="streamed", device="cpu")
     env.reset(seed=1)
     rows = [env.step(np.tile(CANONICAL_ACTION, (2, 1))) for _ in range(3)]
     assert rows[-1][2].all()

@@ -1,4 +1,4 @@
-"""A run by several ranks is the run of one: same digest, steps and best host, also where a rank is stopped or killed."""
+"""A run by several ranks is the run of one: digest, steps and best host, also where a rank is stopped or killed."""
 
 import json
 import os

@@ -93,7 +93,7 @@ def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(whole, tmp_p
 
 def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(whole, tmp_path, capfd):
     path = tmp_path / "run"
-    with interrupted_at(2, 3, signal.SIGINT, signal.SIGTERM):
+    with interrupted_at(2, 3, signal.SIGINT, signal.SIGINT):
         assert train(path) == 130
     out, err = capfd.readouterr()
     assert "again to stop at once" in err

@@ -19,7 +19,6 @@ BENCHMARKS = {  # module: (options, those with a limit that is missed)
     "gae": (
         {"hosts": 4, "steps": 5, "repetitions": 1, "calls": 1, "tensor_hosts": 2}, {"min_ratio": 1e9, "max_ms": 0.0},
     ),
-    "workers": ({"hosts": (2,), "examples": 16, "val_examples": 8, "repetitions": 1}, None),  # six processes
     "choices": (
         {"hosts": 2, "many_hosts": 2, "examples": 16, "steps": 4, "passes": 1, "repetitions": 1, "minibatches": (2,),
          "only": tuple(name for name in CHOICES if name != "threads")},  # a second thread may wait long for a core

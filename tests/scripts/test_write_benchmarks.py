@@ -65,11 +65,11 @@ def report_of(path):
         by_name = {name: {"native": 0.5} for name in ("share", "coalitions", "auto_speed", "growth")}
         facts = sample(executors.Facts, memory_gib=0.39, **by_name)
         return {"rows": {"train": sample(paired.Row, name="train", first="streamed", second="native")}, "facts": facts}
-    row = paired.Row if "workers" in path else import_module(Path(path).stem).Row
+    row = import_module(Path(path).stem).Row
     names = {"setting", "operation", "name", "form", "dtype", "executor"} & {field.name for field in fields(row)}
     shares = {"share": {"train": 0.5, "decide": 0.25, "update": 0.25}} if "benchmark_hot_path" in path else {}
     rows = [sample(row, **dict.fromkeys(names, "train"), **shares)]
-    return {"rows": rows, "results": rows, "workers": 2}
+    return {"rows": rows, "results": rows}
 
 
 @pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda m: m.title)

@@ -26,6 +26,7 @@ from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, St
 from esper.leyline.files import mode_of
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.ranks import is_launched
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
@@ -309,6 +310,8 @@ def grow(
         ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and how to continue.
         KeyboardInterrupt: Ctrl-C was pressed before the first step or a second time.
     """
+    if is_launched():
+        raise ConfigError("torchrun has started several processes, but growth runs in one; start it without torchrun.")
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
     load_plugins(plugins)
     spec, budget = spec_of(task), budget or Budget()

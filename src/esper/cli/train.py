@@ -170,6 +170,7 @@ def _profiled(command: Train, config: "RunConfig", console: RunConsole, group: "
 
 def _train_mixture(command: Train, console: RunConsole) -> int:
     """Train one policy over several tasks."""
+    from esper.leyline import ranks as sharing
     from esper.runs.assembly.presets import resolve
     from esper.runs.training.mixture import train_mixture
 
@@ -177,8 +178,10 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
     configs = [resolve(given | {"task": task}, command.config, trust=command.trust) for task in command.task]
     if command.out is None or any(config.architecture for config in configs):
         raise ConfigError("several tasks train one policy: give --out, the folder to keep it in, and no architecture.")
+    if sharing.is_launched():
+        raise ConfigError("several tasks train one policy in one process; start them without torchrun.")
     shortest = min(configs, key=lambda config: config.episode_length)
-    with _profiled(command, shortest, console):
+    with _profiled(command, shortest, console, sharing.ALONE):
         file = train_mixture(configs, command.out, console)
     if file is None:
         console.say("stopped; the same command continues with the first round that is not in the folder")

@@ -65,7 +65,7 @@ from esper.telemetry.run_directory import (
 )
 from esper.telemetry.sinks import SINKS, Hub, require_installed
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.runtime import host_read, reads_so_far
+from esper.tolaria.runtime import host_read, reads_so_far, usable_cores
 from esper.tolaria.state import RolloutStats, stats_of_all
 
 
@@ -492,7 +492,8 @@ def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
     engine = parts.engine
     if engine.config.executor != "auto":
         why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        yield f"executor: {engine.config.executor}{why}"
+        threads = min(usable_cores(), engine.spec.num_envs) if engine.config.executor == "native" else 1
+        yield f"executor: {engine.config.executor}{why}{f', {threads} threads' * (threads > 1)}"
     if not parts.ranks.alone:
         yield f"ranks: {parts.ranks.group.size}, hosts of this one: {len(parts.ranks.hosts)}"
     if isinstance(engine.executor, NetworkExecutor) and engine.executor.refused:

@@ -5,7 +5,7 @@ repetitions of the ratio within each. The first round of a run is not counted.
 
     python benchmarks/ranks.py
     python benchmarks/ranks.py --cases own --ranks 1 2 4 --repetitions 5
-    python benchmarks/ranks.py --cases own --against OLD/src "--workers 2"     an older program, with these options
+    python benchmarks/ranks.py --cases own --against OLD/src --against-options="--workers 2"
 """
 
 import json
@@ -71,8 +71,10 @@ class Options:
     rounds: int = 3
     repetitions: int = 3
     preset: str = "learn"
-    against: tuple[Path, str] | None = None
-    """Source folder and options of an older esper, as one more program."""
+    against: Path | None = None
+    """Source folder of an older esper, as one more program."""
+    against_options: str = ""
+    """Its options."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
@@ -131,8 +133,7 @@ def measure(case: str, options: Options, folder: Path) -> dict[str, list[Run]]:
         f"{n} ranks": (source, ["--ranks", str(n)], n, ["--set", f"blocks={max(options.ranks)}"]) for n in options.ranks
     }
     if options.against is not None:
-        path, more = options.against
-        ways["older"] = (path, shlex.split(more), 1, [])
+        ways["older"] = (options.against, shlex.split(options.against_options), 1, [])
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for repetition in range(options.repetitions):
         for name, (program, more, ranks, settings) in ways.items():

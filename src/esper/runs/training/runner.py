@@ -50,7 +50,7 @@ from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.machine import memory_bytes, version
-from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.progress import RunConsole, RunProgress, size, warn
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
     CHECKPOINTS,
@@ -154,6 +154,7 @@ class Runner:
         self._stop = False
         self._stopping = False  # agreed by all ranks
         self._met = self._until = -1
+        self.bytes_of_update = 0
         self._asked_at = time.monotonic()
         self.engine.timer.enabled = True
         self.engine.listeners.append(self.records.step)
@@ -234,7 +235,8 @@ class Runner:
             "memory_bytes": memory_bytes(self.engine.spec.device),
         }
         if not self.ranks.alone:
-            line["bytes_reduced"], self.ranks.group.bytes_received = self.ranks.group.bytes_received, 0
+            self.bytes_of_update, self.ranks.group.bytes_received = self.ranks.group.bytes_received, 0
+            line["bytes_reduced"] = self.bytes_of_update
         parts = self.ranks.group.at_first(self.records.write_parts())
         if self.ranks.group.is_first:
             spec, weights = self.engine.spec, self.config.reward
@@ -455,8 +457,8 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
     """Print the first lines of a run, then build its parts, which may take a while."""
     device = device_of(config)
     sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
-    size = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
-    console.say(f"esper: {config.task}, {size}, reward {config.reward_name}, seed {config.seed}")
+    counts = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
+    console.say(f"esper: {config.task}, {counts}, reward {config.reward_name}, seed {config.seed}")
     first = _first_fossil(config)
     if first > config.episode_length:
         console.say(
@@ -496,6 +498,10 @@ def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
         yield f"executor: {engine.config.executor}{why}{f', {threads} threads' * (threads > 1)}"
     if not parts.ranks.alone:
         yield f"ranks: {parts.ranks.group.size}, hosts of this one: {len(parts.ranks.hosts)}"
+    elif isinstance(engine.executor, NetworkExecutor) and engine.config.executor != "native":
+        most = min(usable_cores(), engine.spec.num_envs) if engine.spec.device.type == "cpu" else 1
+        if most > 1:
+            yield f"note: {option('ranks', most)} would share these hosts over {most} cores"
     if isinstance(engine.executor, NetworkExecutor) and engine.executor.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
         yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
@@ -536,6 +542,8 @@ def _run(
         summary = runner.run()
     if summary is not None:
         console.say(tables.done(summary))
+        if not parts.ranks.alone:
+            console.say(f"sums of an update: each rank received {size(runner.bytes_of_update)}")
         with open_record([directory.path]) as record:
             warn(record.complaints)
             for line in record.anomaly_lines():

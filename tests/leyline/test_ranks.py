@@ -51,8 +51,12 @@ def test_what_ranks_sum_within_their_own_blocks_gives_the_sum_over_all(blocks, d
 def test_a_rank_has_whole_blocks(rank, hosts, own):
     ranks = Ranks(11, 4, Group(rank=rank, size=2))
     assert (ranks.hosts, ranks.own) == (hosts, own)
-    parts = ranks.split(torch.tensor([10, 0, 7, 5, 3]))
-    assert [part.tolist() for part in parts] == ([[0], [5, 3]] if rank == 0 else [[1], [4]])
+    # blocks 0 1 2 | 3 4 5 | 6 7 8 | 9 10, each in reverse and in two parts, of which the larger one goes to the pile
+    # that has fewer hosts
+    dealt = [
+        [(part + hosts.start).tolist() for part in pile] for pile in ranks.deal(lambda _, n: n - 1 - torch.arange(n), 2)
+    ]
+    assert dealt == ([[[2, 1], [3]], [[0], [5, 4]]] if rank == 0 else [[[8, 7], [9]], [[6], [10]]])
 
 
 def test_more_ranks_than_blocks_are_refused():

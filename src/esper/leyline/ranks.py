@@ -31,7 +31,7 @@ from esper.leyline.errors import ConfigError, RankError
 
 T = TypeVar("T")
 SMALL = 4096
-"""Numbers up to which a sum is exchanged in one message; longer ones in slices, each added by one rank."""
+"""Numbers up to which a sum is exchanged in one message; longer ones of many ranks in slices, each added by one."""
 _GOODBYE = 5.0
 """Seconds that a rank which fails waits for the others, so that one of them prints the error."""
 _FAILURE, _STOP = "failure", "stop"
@@ -356,11 +356,11 @@ class Ranks:
         """The sum [K] over all ranks of their sums [nodes of a rank, K]."""
         nodes = [_nodes(range(self.blocks), share) for share in self._shares]
         width, most = own.shape[1], max(map(len, nodes))
-        if width <= SMALL:
+        size, rank = self.group.size, self.group.rank
+        if width <= SMALL or size <= 3:  # then it is no more than in slices
             padded = torch.cat((own, own.new_zeros(most - len(own), width)))
             received = [x[: len(found)] for x, found in zip(self.group.all_gather(padded), nodes, strict=True)]
             return self._over_all(torch.cat(received), nodes)
-        size, rank = self.group.size, self.group.rank
         slices = parts_of(width, size)
         sent = torch.cat([own[:, cut.start : cut.stop].reshape(-1) for cut in slices])
         mine = len(slices[rank])
@@ -381,13 +381,23 @@ class Ranks:
 
         return _tree_sum(range(self.blocks), known)
 
-    def split(self, hosts: Tensor) -> list[Tensor]:
-        """Of some hosts, by global number and on the CPU, those of each own block, counted from the first own one."""
-        if self.blocks == 1:
-            return [hosts]
-        first = self.hosts.start
-        begins = [(block.start + first, block.stop + first) for block in self.own]
-        return [hosts[(hosts >= begin) & (hosts < end)] - first for begin, end in begins]
+    def deal(self, orders: Callable[[int, int], Tensor], piles: int) -> list[list[Tensor]]:
+        """Deal all hosts to piles: each has as many hosts as the others, also of each block, or one more.
+
+        Args:
+            orders: number and size of a block -> an order of its hosts, from 0.
+            piles: how many.
+
+        Returns:
+            For each pile the hosts of each own block, counted from the first own one.
+        """
+        blocks = [(number, self._blocks[number]) for number in self._shares[self.group.rank]]
+        dealt = [
+            (block.start, (orders(number, len(block)) + (block.start - self.hosts.start)).tensor_split(piles))
+            for number, block in blocks
+        ]
+        # of a block that does not divide, the larger parts go to the piles after those of the block before
+        return [[parts[(pile - begin) % piles] for begin, parts in dealt] for pile in range(piles)]
 
     def sum(self, rows: Tensor, dims: int) -> Tensor:
         """The sum over the first `dims` axes, the first of which is that of the hosts of this rank."""

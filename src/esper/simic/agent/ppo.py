@@ -388,17 +388,17 @@ def _run_epochs(
     run_seed: int,
 ) -> list[Tensor]:
     """All passes over the buffer; metric rows in the order of time."""
-    device, num_envs = buffer.slabs.valid.device, ranks.num_envs
-    groups = min(config.num_minibatches, num_envs)
-    epochs = torch.arange(1, config.update_epochs + 1)  # on the CPU: each rank picks its hosts
-    order_KN = permutation(
-        run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), num_envs, episode=update_index, t=epochs
-    )
+    device, piles = buffer.slabs.valid.device, min(config.num_minibatches, ranks.num_envs)
     stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
-    for epoch, order_N in zip(epochs.to(device).unbind(0), order_KN.unbind(0), strict=True):
-        results = list[MinibatchResult]()
-        for hosts in order_N.tensor_split(groups):
-            batches = [buffer.sequences(part.to(device)) if len(part) else None for part in ranks.split(hosts)]
+    for epoch in torch.arange(1, config.update_epochs + 1, device=device).unbind(0):
+        t, results = 1 + len(rows) // (piles + 1), list[MinibatchResult]()
+
+        def order(block: int, size: int, t: int = t) -> Tensor:
+            of = torch.tensor([block], device=device)
+            return permutation(run_seed, Stream.MINIBATCH_ORDER, of, size, episode=update_index, t=t)[0]
+
+        for hosts in ranks.deal(order, piles):
+            batches = [buffer.sequences(of_block) if len(of_block) else None for of_block in hosts]
             first = not rows and not results
             results.append(_train_minibatch(agent, batches, config, weights, lr, stopped, ranks, first=first))
             agent.optimizer = results[-1].optimizer

@@ -5,8 +5,9 @@ With n hosts on each of R ranks, E steps in a round, and K sums of gradients in 
     round = E (a + b n)  +  u + v n  +  K (2 G / bandwidth + 4 latency log2 R)
             steps           update      reductions: a gradient of G bytes in slices, and two small messages before
 
-a, b, u, v come from one and two ranks that have a core each; more ranks than cores take turns, so their prediction is
-multiplied. Then the same is computed for accelerators of which a step takes what `--step-seconds` says.
+a and b come from one and two ranks that have a core each; more ranks than cores take turns, so their prediction is
+multiplied. u and v are measured here, by short runs of the task null. Then the same is computed for accelerators of
+which a step takes what `--step-seconds` says.
 
     python benchmarks/ranks.py --cases own --json ranks.json
     python scripts/scaling.py ranks.json
@@ -15,9 +16,11 @@ multiplied. Then the same is computed for accelerators of which a step takes wha
 import json
 import math
 import statistics
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
@@ -76,6 +79,20 @@ def line_through(first: tuple[float, float], second: tuple[float, float]) -> tup
     return max(second[1] - slope * second[0], 0.0), slope
 
 
+def update_line(steps: int) -> tuple[float, float]:
+    """Seconds of an update of the preset learn, in one process: a constant, and those of each host."""
+    found = []
+    for hosts in (32, 128):
+        with TemporaryDirectory() as folder:
+            out = Path(folder, "run")
+            sizes = ("--num-envs", str(hosts), "--episode-length", str(steps), "--rounds", "3")
+            command = [sys.executable, "-m", "esper", "train", "--task", "null", "--preset", "learn", *sizes]
+            subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            found.append((hosts, statistics.median(line["update_seconds"] for line in lines)))
+    return line_through(found[1], found[0])
+
+
 def measured(rows: dict[str, list[dict[str, float]]], hosts: int, steps: int) -> dict[int, tuple[float, float]]:
     """Seconds of all steps of a round, and of an update, by number of ranks; medians."""
     found = {}
@@ -89,12 +106,10 @@ def measured(rows: dict[str, list[dict[str, float]]], hosts: int, steps: int) ->
     return found
 
 
-def model_of(found: dict[int, tuple[float, float]], hosts: int, steps: int, gradient: float) -> Model:
-    """From one and two ranks."""
-    (one, update_one), (two, update_two) = found[1], found[2]
-    a, b = line_through((hosts, one / steps), (hosts / 2, two / steps))
-    u, v = line_through((hosts, update_one), (hosts / 2, update_two))
-    return Model(a, b, u, v, gradient)
+def model_of(found: dict[int, tuple[float, float]], hosts: int, steps: int, gradient: float, large: int) -> Model:
+    """From one and two ranks, and updates of episodes of `large` steps."""
+    a, b = line_through((hosts, found[1][0] / steps), (hosts / 2, found[2][0] / steps))
+    return Model(a, b, *update_line(large), gradient)
 
 
 def reduction(model: Model, ranks: int, options: Options) -> float:
@@ -120,15 +135,15 @@ def main(options: Options) -> int:
     rows = json.loads(options.file.read_text(encoding="utf-8"))["rows"][options.case]
     hosts, steps = SIZES[options.case]
     found = measured(rows, hosts, steps)
-    model = model_of(found, hosts, steps, next(iter(rows.values()))[0]["gradient"])
+    model = model_of(found, hosts, steps, next(iter(rows.values()))[0]["gradient"], options.steps)
     print(f"a step: {1e3 * model.a:.1f} ms + {1e3 * model.b:.2f} ms for each host")
-    print(f"an update: {1e3 * model.u:.0f} ms + {1e3 * model.v:.1f} ms for each host")
+    print(f"an update after {options.steps} steps: {1e3 * model.u:.0f} ms + {1e3 * model.v:.1f} ms for each host")
     print(f"a gradient: {model.gradient / 1e3:.0f} kB\n")
-    print(row("ranks here", "steps s, predicted", "measured", "update ms, predicted", "measured"), rule(5), sep="\n")
+    print(row("ranks here", "steps s, predicted", "measured", "update ms, measured"), rule(4), sep="\n")
     for ranks, (seconds, update) in sorted(found.items()):
         turns = max(1.0, ranks / options.cores)
-        ours = [turns * part for part in model.round(hosts // ranks, steps)]
-        print(row(ranks, f"{ours[0]:.2f}", f"{seconds:.2f}", f"{1e3 * ours[1]:.0f}", f"{1e3 * update:.0f}"))
+        ours = turns * model.round(hosts // ranks, steps)[0]
+        print(row(ranks, f"{ours:.2f}", f"{seconds:.2f}", f"{1e3 * update:.0f}"))
     sizes = ("gathered by rank 0 in a round", "record of a round", "checkpoint with hosts")
     print()
     print(row("ranks", "hosts", "steps s", "update s", "sums s", "share of steps", *sizes), rule(9), sep="\n")

@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 error, 130 stopped by a signal."""
     # Waiting OpenMP threads must not spin, which slows a shared machine; torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "WORLD_SIZE" in os.environ:  # what goes wrong between ranks is said in a sentence, not in a C++ trace
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters

@@ -235,7 +235,7 @@ def group() -> Group:
 
 def is_launched() -> bool:
     """Whether torchrun, or another launcher with the same variables, started this process as one of several."""
-    return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"].strip() != "1"
 
 
 def is_restarted() -> bool:
@@ -269,7 +269,7 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
         dist.init_process_group(
             backend, store=PrefixStore("collectives", store), rank=rank, world_size=size, timeout=within
         )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(
             f"the {os.environ['WORLD_SIZE']} ranks of this job did not meet at {address} within {timeout:g} s "

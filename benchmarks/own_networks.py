@@ -54,7 +54,7 @@ from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
-from esper.tolaria.runtime import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory, usable_cores
 from own_nets import GPT, LSTM, MLP, MobileNet, ResNet8, UNet, pixel_loss
 from peak import flop_of_training, fma_peak
 from plain_nets import Data, Grown, GrownBlock, Loss, PlainLoops

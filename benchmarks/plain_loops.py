@@ -30,7 +30,7 @@ from esper.leyline.lifecycle import Algorithm
 from esper.telemetry.machine import environment
 from esper.tolaria.engine_config import ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.runtime import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory, usable_cores
 from grown_hosts import CPU, IMAGES, TEXT, TEXT_DROPOUT, Shape, SharedHosts, TextShape, task_of
 from paired import wall_ms
 from plain_nets import Blend, Data, Grown, PlainCNN, PlainLoops, PlainTransformer

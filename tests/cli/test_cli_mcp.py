@@ -15,7 +15,7 @@ from served_runs import write_run
 
 def test_a_client_starts_the_command_and_asks_over_its_standard_input(tmp_path: Path):
     write_run(tmp_path / "a run")
-    arguments = ["-m", "esper.cli", "mcp", str(tmp_path)]
+    arguments = ["-m", "esper", "mcp", str(tmp_path)]
     server = StdioServerParameters(command=sys.executable, args=arguments, env=dict(os.environ))
 
     async def ask() -> str:

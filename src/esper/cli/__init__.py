@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -60,7 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
                 all_of_them: Any = reduce(
                     or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in COMMANDS.items())
                 )
-                tyro.cli(all_of_them, prog="esper", args=given, description=_ABOUT)  # --help, or an error
+                shown = io.StringIO()
+                try:
+                    with redirect_stdout(shown):
+                        tyro.cli(all_of_them, prog="esper", args=given, description=_ABOUT)  # --help, or an error
+                finally:  # the names are listed below; in the line of usage they are wider than a terminal
+                    print(shown.getvalue().replace(f"[-h] {{{','.join(COMMANDS)}}}", "COMMAND [-h]"), end="")
             options, run = COMMANDS[name]
             config = (tyro.conf.DisallowNone,)
             return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))

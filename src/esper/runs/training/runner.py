@@ -78,14 +78,14 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> None:
     parts.client.load_state_dict(below("policy", own))
 
 
-_SHARED = "engine.place"
-"""A tensor of an engine that has no hosts."""
+_PLACE = ".place"
+"""End of the names of tensors that hold episode and step, for all hosts."""
 
 
 def _has_hosts(name: str, value: torch.Tensor) -> bool:
     """Whether a tensor of a checkpoint has rows of hosts; those of the policy are what it carries in an episode."""
     of_hosts = name.startswith(("engine.", "policy.rollout."))
-    return of_hosts and name != _SHARED and value.dim() > 0
+    return of_hosts and not name.endswith(_PLACE) and value.dim() > 0
 
 
 def _axis(name: str) -> int:

@@ -118,7 +118,7 @@ def main(given: Kills) -> int:
             wrong += not all(same) or bool(orphans)
             done, number = done + max(killed, 1), number + 1
             print(
-                f"run {number}: {killed} of {given.ranks} ranks killed in {took:.0f} s; digest, steps and best host "
+                f"run {number}: {killed} kills of {given.ranks} ranks in {took:.0f} s; digest, steps and best host "
                 f"{'equal' if all(same) else f'DIFFER: {same}'}; {len(orphans)} orphans",
                 flush=True,
             )

@@ -118,7 +118,9 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Memory, e.g. "330 MB" or "1.25 GB"."""
+    """Memory, e.g. "12 kB", "330 MB" or "1.25 GB"."""
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:.0f} kB"
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 

@@ -347,7 +347,7 @@ def check_same(case: Case, name: str, found: object, want: object) -> None:
 def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options) -> list[Row]:
     """Each executor against the fastest loop."""
     task = task_of(case, options)
-    alone = Hosts.build(case, task, "streamed", 1)
+    alone = Hosts.build(case, task, "streamed")
     assert isinstance(alone.executor, NetworkExecutor)
     plain = ways_of(case, task, alone.executor, options)
     losses, tried = {}, {}
@@ -388,7 +388,7 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
 def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str:
     """How much of what a core can do esper does in training, with one worker."""
     task = task_of(case, options)
-    hosts = Hosts.build(case, task, executor, 1)
+    hosts = Hosts.build(case, task, executor)
     net, x, y = case.model(), *((of := case.split(case.batch, 0)).x, of.y)
     operations = flop_of_training(lambda: F.cross_entropy(net(x), y).backward()) * case.hosts * options.batches
     hosts.train()
@@ -403,7 +403,7 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
     """How much CPU time it takes to write the program of a new structure."""
     from esper.tolaria.executors.native.executor import NativeExecutor
 
-    hosts = Hosts.build(case, task_of(case, options), "native", 1)
+    hosts = Hosts.build(case, task_of(case, options), "native")
     assert isinstance(hosts.executor, NativeExecutor)
     networks, population, r = hosts.executor._networks, hosts.executor.population, random.Random(0)
     known = [index for _, index in population.seed_kinds if registry.names()[index] not in networks.refused]

@@ -40,7 +40,7 @@ def test_a_network_without_a_rule_stays_in_pytorch(capsys):
 def test_loops_that_compute_something_else_are_noticed():
     case = small("ResNet-8, width 8, batch 32, 3 seeds")
     task = task_of(case, FEW)
-    hosts = Hosts.build(case, task, "streamed", 1)
+    hosts = Hosts.build(case, task, "streamed")
     loops = ways_of(case, task, hosts.executor, FEW)["eager, 1 thread"]
     for optimizer in loops.args[0].optimizers:
         optimizer.param_groups[0]["lr"] *= 2

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, TypeVar, final
 
 import torch
@@ -226,6 +226,8 @@ def _is_zombie(pid: int) -> bool:
 ALONE = Group()
 """One process."""
 _joined: list[Group] = []
+_calls = count()
+"""Numbers of the groups that this process has joined, which are the same on all ranks."""
 
 
 def group() -> Group:
@@ -261,8 +263,9 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
     within = timedelta(seconds=timeout)
     try:
         store, rank, size = next(rendezvous("env://", timeout=within))
-        # where the launcher keeps one store for all attempts, addresses of ranks that have ended are in it
-        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # the launcher keeps one store for all attempts and all calls: it has addresses of groups that have ended
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"{attempt}/{next(_calls)}", store)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -1,6 +1,7 @@
 """What three ranks do together, each assertion on every rank; `tests/leyline/test_ranks.py` starts it by torchrun."""
 
 import sys
+import time
 
 import torch
 
@@ -69,7 +70,25 @@ def ranks_meet() -> None:
         raise AssertionError("each rank needs a block")
 
 
+def one_is_silent() -> None:
+    """Rank 1 does not answer; rank 0 prints what it hears of it."""
+    if group().rank == 1:
+        time.sleep(15.0)
+        return
+    try:
+        group().gathered(0)
+    except RankError as error:
+        print(error)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["silent"]:
+        with joined(3.0):
+            one_is_silent()
+        sys.exit(0)
+    for _ in range(2):  # a program may join more than once
+        with joined(60.0):
+            objects_come_in_order()
     with joined(60.0):
         sums_do_not_depend_on_the_ranks()
         objects_come_in_order()

@@ -1,6 +1,7 @@
 """Blocks of hosts, sums over them in a fixed order, and processes that exchange them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline.errors import ConfigError
-from esper.leyline.ranks import ALONE, Group, Ranks, _nodes, _tree_sum, group, is_launched, joined, parts_of
+from esper.leyline.errors import ConfigError, RankError
+from esper.leyline.ranks import ALONE, Group, Ranks, _nodes, _Store, _tree_sum, group, is_launched, joined, parts_of
 
 PROGRAM = Path(__file__).parents[1] / "rank_program.py"
 
@@ -53,14 +54,17 @@ def test_a_rank_has_whole_blocks(rank, hosts, own):
     assert (ranks.hosts, ranks.own) == (hosts, own)
     # blocks 0 1 2 | 3 4 5 | 6 7 8 | 9 10, each in reverse and in two parts, of which the larger one goes to the pile
     # that has fewer hosts
-    dealt = [
-        [(part + hosts.start).tolist() for part in pile] for pile in ranks.deal(lambda _, n: n - 1 - torch.arange(n), 2)
+    divided = [
+        [(part + hosts.start).tolist() for part in minibatch]
+        for minibatch in ranks.minibatches(lambda _, n: n - 1 - torch.arange(n), 2)
     ]
-    assert dealt == ([[[2, 1], [3]], [[0], [5, 4]]] if rank == 0 else [[[8, 7], [9]], [[6], [10]]])
+    assert divided == ([[[2, 1], [3]], [[0], [5, 4]]] if rank == 0 else [[[8, 7], [9]], [[6], [10]]])
 
 
 def test_more_ranks_than_blocks_are_refused():
-    with pytest.raises(ConfigError, match=r"3 ranks cannot share 8 hosts in blocks = 2, because each rank needs"):
+    with pytest.raises(
+        ConfigError, match=r"3 ranks cannot share 8 hosts in blocks = 2, .* fewer ranks, or a new run with more blocks"
+    ):
         Ranks(8, 2, Group(size=3))
 
 
@@ -73,10 +77,47 @@ def test_a_process_that_no_launcher_started_is_alone(monkeypatch):
         assert (found.gathered(3), found.at_first(3), found.of_first(lambda: 3)) == ([3], [3], 3)
 
 
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("RANK", "x", "the variable RANK is 'x', expected a number"),
+    ("WORLD_SIZE", "-2", "the variable WORLD_SIZE is '-2', expected a number"),
+    ("MASTER_PORT", "22x", "the variable MASTER_PORT is '22x', expected a number"),
+    ("LOCAL_WORLD_SIZE", "two", "the variable LOCAL_WORLD_SIZE is 'two', expected a number"),
+    ("RANK", "5", "the variable RANK is 5 and WORLD_SIZE is 2; ranks count from 0"),
+])  # fmt: skip
+def test_a_variable_of_the_launcher_that_is_wrong_is_named(monkeypatch, name, value, said):
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, text in (right | {name: value}).items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(RankError, match=re.escape(said)), joined(1.0):
+        pass
+
+
+def test_a_store_that_is_gone_is_said_in_a_sentence():
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+    alone = Group(rank=1, size=2, store=_Store(Gone()))
+    with pytest.raises(RankError, match=r"the launcher of the ranks ended, so they cannot go on\."):
+        alone.stop_asked()
+    assert not alone.leave(RankError("anything"))  # the first rank prints
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_silent_in_an_exchange_is_named():
+    assert "rank 1 on" in (said := launched(2, "silent").stdout)
+    assert "did not answer within 3 s (rank_timeout), so the others cannot go on." in said
+
+
+def launched(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*launch, str(PROGRAM), *arguments], capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 def test_three_processes_sum_and_meet():
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
-    done = subprocess.run(
-        launch, capture_output=True, text=True, check=False, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    done = launched(3)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} is done" in done.stdout for rank in range(3))

@@ -174,8 +174,24 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run_in_time(tmp_path):
     assert process.returncode == 2
     assert "rank 1" in err
     assert "did not reach the end of round 1 within 8 s" in err
+    assert "the run is stopped before the first checkpoint; nothing was kept" in err
     assert "Traceback" not in err
     assert took < 90
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_was_killed_end_with_a_sentence(tmp_path):
+    with running("esper", "train", *slow_run(tmp_path, pause=0.3), "--ranks", "2") as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1/2 step") for line in process.stdout)
+        os.kill(process.pid, signal.SIGKILL)
+        _, err = process.communicate(timeout=60)  # until the ranks have closed it
+    assert "Traceback" not in err
+    said = [line for line in err.splitlines() if line.startswith("esper: ")]
+    assert said == [
+        "esper: the launcher of the ranks ended, so they cannot go on; the run is stopped before the first checkpoint; "
+        "nothing was kept"
+    ]
 
 
 @pytest.mark.slow
@@ -190,7 +206,8 @@ def test_ranks_with_other_settings_are_refused_in_one_paragraph(tmp_path):
         _, err = process.communicate(timeout=100)
     said = [line for line in err.splitlines() if line.startswith("esper: ")]
     assert len(said) == 1
-    assert said[0].startswith("esper: the configuration of rank 1")
+    assert said[0].startswith("esper: seed of rank 1")
+    assert "is 1, that of rank 0 is 0; " in said[0]
     assert said[0].endswith("all ranks of a run need the same program, settings and data.")
     assert not (tmp_path / "run").exists()
 

@@ -163,14 +163,14 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         assert self._report is not None
         valid = self._report.decided
         reward = np.where(valid, self._report.reward, np.float32(0.0))
-        told = info["rolled_back"] & valid
-        reward[told] = penalty[told]
+        rolled_back = info["rolled_back"] & valid
+        reward[rolled_back] = penalty[rolled_back]
         if "final_reward" in kept:
             reward = self._with_final(reward, kept["final_reward"])
         cut = engine.config.time_limit == "truncate"
         terminated, truncated = (np.full(self.num_envs, over and which) for which in (not cut, cut))
         if not isinstance(self._reward, EpisodeReward):  # under one, a rollback is a step within the episode
-            terminated |= told
+            terminated |= rolled_back
         return obs, reward, terminated, truncated, _with_masks(info | kept)
 
     def render(self) -> None:
@@ -189,9 +189,9 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             self._legal = step.obs.legal & (only_waits | step.healthy[:, None, None])
         seen = observation_of(slots, hosts, engine.t, spec.episode_length, spec.num_blueprints)
         mask = action_mask(self._legal, slots.has_gate, self._selectable)
-        told = {"action_mask": mask, "legal": self._legal, "illegal": illegal, "rolled_back": panic}
-        obs, cost, *arrays = host_read(seen, penalty, *told.values())
-        return obs, dict(zip(told, arrays, strict=True)), cost
+        infos = {"action_mask": mask, "legal": self._legal, "illegal": illegal, "rolled_back": panic}
+        obs, cost, *arrays = host_read(seen, penalty, *infos.values())
+        return obs, dict(zip(infos, arrays, strict=True)), cost
 
     def _kept(self) -> Info:
         """What the episode leaves."""

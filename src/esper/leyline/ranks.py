@@ -36,6 +36,7 @@ _GOODBYE = 5.0
 """Seconds that a rank which fails waits for the others, so that one of them prints the error."""
 _FAILURE, _STOP = "failure", "stop"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
 
 def parts_of(number: int, parts: int) -> list[range]:
@@ -43,6 +44,33 @@ def parts_of(number: int, parts: int) -> list[range]:
     size, larger = divmod(number, parts)
     ends = [i * size + min(i, larger) for i in range(parts + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+@final
+class _Store:
+    """The store of the launcher, texts by key; raises RankError where it is gone."""
+
+    def __init__(self, store: Any) -> None:  # noqa: ANN401 -- a Store has no type where torch has no distributed part
+        self._store = store
+
+    def set(self, key: str, text: str) -> None:
+        self._asked(lambda: self._store.set(key, text))
+
+    def has(self, *keys: str) -> bool:
+        return bool(self._asked(lambda: self._store.check(list(keys))))
+
+    def get(self, key: str) -> str:
+        found: bytes = self._asked(lambda: self._store.get(key))
+        return found.decode()
+
+    def delete(self, key: str) -> None:
+        self._asked(lambda: self._store.delete_key(key))
+
+    def _asked(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except RuntimeError as error:
+            raise RankError("the launcher of the ranks ended, so they cannot go on.") from error
 
 
 @final
@@ -57,7 +85,7 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    store: Any = None  # torch.distributed.Store, which has no type on machines without torch.distributed
+    store: "_Store | None" = None
     timeout: float = 600.0
     bytes_received: int = 0
     _names: list[str] = field(default_factory=list)
@@ -119,9 +147,28 @@ class Group:
             act()
         except RuntimeError as error:  # all errors of gloo and nccl
             self._raise_failure()
-            gone = [name for rank, name in enumerate(self._names) if not self._lives(rank)]
-            who = f"{', '.join(gone)} ended" if gone else f"another rank ended or did not answer in {self.timeout:g} s"
-            raise RankError(f"{who}, so this rank cannot go on ({str(error).partition(chr(10))[0]}).") from error
+            gone = [self._names[rank] for rank in range(self.size) if not self._lives(rank)]
+            silent = [self._names[rank] for rank in self._missing("failed", _GOODBYE)]
+            if gone:
+                why = f"{', '.join(gone)} ended"
+            elif silent:
+                why = f"{', '.join(silent)} did not answer within {self.timeout:g} s (rank_timeout)"
+            else:
+                why = "the connection between the ranks broke"
+            raise RankError(f"{why}, so the others cannot go on.") from error
+
+    def _missing(self, place: str, seconds: float) -> list[int]:
+        """Say that this rank is at `place`, and wait for the others so long; returns the ranks that are not."""
+        self._shared.set(f"{place}/{self.rank}", "1")
+        keys, began = [f"{place}/{rank}" for rank in range(self.size)], time.monotonic()
+        while not self._shared.has(*keys) and time.monotonic() - began < seconds:
+            time.sleep(0.02)
+        return [rank for rank, key in enumerate(keys) if not self._shared.has(key)]
+
+    @property
+    def _shared(self) -> "_Store":
+        assert self.store is not None, "there is no other rank"
+        return self.store
 
     def meet(self, place: str, t: int) -> list[int]:
         """Wait until every rank is at `place`, with its number `t`; returns all numbers.
@@ -129,41 +176,41 @@ class Group:
         Raises RankError that names a rank which failed, is gone, or has not come in time.
         """
         keys = [f"{place}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], str(t))
+        self._shared.set(keys[self.rank], str(t))
         began, pause = time.monotonic(), 0.0005
-        while not self.store.check(keys):
+        while not self._shared.has(*keys):
             self._raise_failure()
-            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            late = [rank for rank, key in enumerate(keys) if not self._shared.has(key)]
             if gone := [self._names[rank] for rank in late if not self._lives(rank)]:
-                raise RankError(f"{', '.join(gone)} ended before {place}; continue the run from its last checkpoint.")
+                raise RankError(f"{', '.join(gone)} ended before {place}.")
             if late and time.monotonic() - began > self.timeout:
                 raise RankError(
                     f"{', '.join(self._names[rank] for rank in late)} did not reach {place} within {self.timeout:g} s "
-                    "after this rank; find out what holds it, or set a larger rank_timeout, then continue the run."
+                    "after this rank; find out what holds it, or set a larger rank_timeout."
                 )
             time.sleep(pause := min(pause * 1.5, 0.05))
-        found = [int(self.store.get(key)) for key in keys]
+        found = [int(self._shared.get(key)) for key in keys]
         if self._last_place and self.is_first:
             for rank in range(self.size):  # all have left it: they are here
-                self.store.delete_key(f"{self._last_place}/{rank}")
+                self._shared.delete(f"{self._last_place}/{rank}")
         self._last_place = place
         return found
 
     def newest(self, text: str) -> list[str]:
         """Leave a text for the first rank; there its own one and the newest of the others, without waiting for any."""
         if not self.is_first:
-            self.store.set(f"newest/{self.rank}", text)
+            self._shared.set(f"newest/{self.rank}", text)
             return []
         keys = [f"newest/{rank}" for rank in range(1, self.size)]
-        return [text, *(self.store.get(key).decode() for key in keys if self.store.check([key]))]
+        return [text, *(self._shared.get(key) for key in keys if self._shared.has(key))]
 
     def ask_to_stop(self) -> None:
         """Let `stop_asked` be true on every rank."""
-        self.store.set(_STOP, "1")
+        self._shared.set(_STOP, "1")
 
     def stop_asked(self) -> bool:
         """Whether a rank asked all to stop."""
-        return bool(self.store.check([_STOP]))
+        return self._shared.has(_STOP)
 
     def require_same(self, what: Mapping[str, str]) -> None:
         """Raise RankError that names the first thing in which a rank differs from the first one."""
@@ -180,13 +227,13 @@ class Group:
     def _introduce(self) -> None:
         """Tell the others who this is; they come to the first meeting after they did."""
         self._names = [f"rank {rank}" for rank in range(self.size)]
-        self.store.set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._shared.set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
 
     def _lives(self, rank: int) -> bool:
         """False if the process of a rank on this machine is gone; a rank elsewhere counts as living."""
-        if not self.store.check([f"who/{rank}"]):
+        if not self._shared.has(f"who/{rank}"):
             return True  # still starting
-        machine, pid = self.store.get(f"who/{rank}").decode().split()
+        machine, pid = self._shared.get(f"who/{rank}").split()
         self._names[rank] = f"rank {rank} on {machine}"
         if machine != socket.gethostname():
             return True
@@ -199,19 +246,22 @@ class Group:
         return not _is_zombie(int(pid))
 
     def _raise_failure(self) -> None:
-        if self.store.check([_FAILURE]):
-            raise RankError(self.store.get(_FAILURE).decode())
+        if self._shared.has(_FAILURE):
+            raise RankError(self._shared.get(_FAILURE))
 
-    def say_goodbye(self, error: Exception) -> bool:
-        """Tell the others why this rank ends, and wait for them a little; returns whether this rank prints it."""
-        if not self.store.check([_FAILURE]):
-            own = "" if self.is_first else f"rank {self.rank} on {socket.gethostname()}: "
-            self.store.set(_FAILURE, own + " ".join(str(error).split()))
-        self.store.set(f"gone/{self.rank}", "1")
-        began, keys = time.monotonic(), [f"gone/{rank}" for rank in range(self.size)]
-        while not self.store.check(keys) and time.monotonic() - began < _GOODBYE:
-            time.sleep(0.02)
-        return self.is_first or not self.store.check(keys[:1])
+    def leave(self, error: Exception | None = None) -> bool:
+        """Wait a little for the others, who hear of an error; returns whether this rank prints it.
+
+        A rank that ended at once would break the connections that others are closing.
+        """
+        try:
+            if error is not None and not self._shared.has(_FAILURE):
+                own = "" if self.is_first else f"rank {self.rank} on {socket.gethostname()}: "
+                self._shared.set(_FAILURE, own + " ".join(str(error).split()))
+            missing = self._missing("end", _GOODBYE)
+        except RankError:  # the store is gone, and with it the launcher
+            return self.is_first
+        return self.is_first or 0 in missing
 
 
 def _is_zombie(pid: int) -> bool:
@@ -245,6 +295,19 @@ def is_restarted() -> bool:
     return not group().alone and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def _require_numbers() -> None:
+    """Raise RankError that names a variable of the launcher which is not a number in its range."""
+    numbers = {name: os.environ[name] for name in _NUMBERS if name in os.environ}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise RankError(f"the variable {name} is {text!r}, expected a number; start the ranks by torchrun.")
+    if int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
+        raise RankError(
+            f"the variable RANK is {numbers['RANK']} and WORLD_SIZE is {numbers['WORLD_SIZE']}; ranks count from 0 to "
+            "WORLD_SIZE - 1."
+        )
+
+
 def local_ranks() -> int:
     """How many ranks share this machine."""
     return 1 if group().alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -260,6 +323,7 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
     if _joined or not is_launched():
         yield group()
         return
+    _require_numbers()
     within = timedelta(seconds=timeout)
     try:
         store, rank, size = next(rendezvous("env://", timeout=within))
@@ -272,19 +336,20 @@ def joined(timeout: float = 600.0) -> Iterator[Group]:
         dist.init_process_group(
             backend, store=PrefixStore("collectives", store), rank=rank, world_size=size, timeout=within
         )
-    except (RuntimeError, ValueError, AssertionError, OSError) as error:
+    except (RuntimeError, ValueError, OverflowError, OSError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(
             f"the {os.environ['WORLD_SIZE']} ranks of this job did not meet at {address} within {timeout:g} s "
             f"({str(error).partition(chr(10))[0]}); start all of them, with a port that is free."
         ) from error
-    found = Group(rank, size, PrefixStore("esper", store), timeout)
+    found = Group(rank, size, _Store(PrefixStore("esper", store)), timeout)
     found._introduce()
     _joined.append(found)
     try:
         yield found
+        found.leave()
     except Exception as error:
-        error.is_printed = not found.say_goodbye(error)  # type: ignore[attr-defined]
+        error.is_printed = not found.leave(error)  # type: ignore[attr-defined]
         raise
     finally:
         _joined.remove(found)
@@ -309,9 +374,10 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.group.size > self.blocks:
+            more = "hosts" if self.blocks >= self.num_envs else "blocks"
             raise ConfigError(
                 f"{self.group.size} ranks cannot share {self.num_envs} hosts in blocks = {self.blocks}, because each "
-                "rank needs a block of its own; start fewer ranks, or a new run with more blocks."
+                f"rank needs a block of its own; start fewer ranks, or a new run with more {more}."
             )
 
     @property
@@ -375,8 +441,8 @@ class Ranks:
         self.group.bytes_received += received_flat.nbytes - counts[rank] * own.element_size()
         added = self._over_all(received_flat.view(-1, mine), nodes)
         longest = len(slices[0])
-        pieces = self.group.all_gather(torch.cat((added, added.new_zeros(longest - mine))))
-        return torch.cat([piece[: len(cut)] for piece, cut in zip(pieces, slices, strict=True)])
+        all_added = self.group.all_gather(torch.cat((added, added.new_zeros(longest - mine))))
+        return torch.cat([x[: len(cut)] for x, cut in zip(all_added, slices, strict=True)])
 
     def _over_all(self, sums: Tensor, nodes: Sequence[Sequence[range]]) -> Tensor:
         """The sum over all blocks from those of the nodes, [nodes, K] in order of ranks."""
@@ -384,23 +450,23 @@ class Ranks:
 
         return _tree_sum(range(self.blocks), known)
 
-    def deal(self, orders: Callable[[int, int], Tensor], piles: int) -> list[list[Tensor]]:
-        """Deal all hosts to piles: each has as many hosts as the others, also of each block, or one more.
+    def minibatches(self, orders: Callable[[int, int], Tensor], number: int) -> list[list[Tensor]]:
+        """Divide all hosts: a minibatch has as many hosts as the others, also of each block, or one more.
 
         Args:
             orders: number and size of a block -> an order of its hosts, from 0.
-            piles: how many.
+            number: of minibatches.
 
         Returns:
-            For each pile the hosts of each own block, counted from the first own one.
+            For each minibatch the hosts of each own block, counted from the first own one.
         """
-        blocks = [(number, self._blocks[number]) for number in self._shares[self.group.rank]]
-        dealt = [
-            (block.start, (orders(number, len(block)) + (block.start - self.hosts.start)).tensor_split(piles))
-            for number, block in blocks
+        blocks = [(k, self._blocks[k]) for k in self._shares[self.group.rank]]
+        divided = [
+            (block.start, (orders(k, len(block)) + (block.start - self.hosts.start)).tensor_split(number))
+            for k, block in blocks
         ]
-        # of a block that does not divide, the larger parts go to the piles after those of the block before
-        return [[parts[(pile - begin) % piles] for begin, parts in dealt] for pile in range(piles)]
+        # of a block that does not divide, the larger parts go to the minibatches after those of the block before
+        return [[parts[(m - begin) % number] for begin, parts in divided] for m in range(number)]
 
     def sum(self, rows: Tensor, dims: int) -> Tensor:
         """The sum over the first `dims` axes, the first of which is that of the hosts of this rank."""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 
 from esper.cpp.build import compiler
-from esper.leyline.errors import ConfigError, RunDirectoryError, option
+from esper.leyline.errors import ConfigError, RankError, RunDirectoryError, option
 from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.ranks import Ranks, group, is_restarted
 from esper.leyline.tensor_dataclass import StateTree, below, rows_of, with_prefix
@@ -28,8 +28,8 @@ from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
 from esper.runs.assembly.presets import config_of_run
-from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
-from esper.runs.assembly.values import plain
+from esper.runs.assembly.run_config import CHANGEABLE, RunConfig, data_of, fingerprint, require_same_config
+from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
 from esper.runs.records import Records, about_run
 from esper.runs.report import Cost
@@ -116,6 +116,7 @@ def of_all(state: StateTree, ranks: Ranks) -> StateTree:
     return {**state, **{name: torch.cat([part[name] for part in parts], dim=_axis(name)) for name in parts[0]}}
 
 
+T = TypeVar("T")
 _ASK_EVERY = 0.2
 """Seconds between two looks whether another rank was asked to stop."""
 
@@ -469,9 +470,10 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
         console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
     parts = assemble(config, device, console.say, rounds_done=rounds_done)
     if not parts.ranks.alone:
+        settings = {n: str(v) for n, v in flat(plain(parts.config)).items() if n not in CHANGEABLE}
         data = hashlib.sha256(json.dumps(parts.shape["data"], sort_keys=True, default=str).encode()).hexdigest()
-        same = {"esper": version(), "torch": torch.__version__, "the configuration": fingerprint(parts.config)}
-        parts.ranks.group.require_same(same | {"the data": data})
+        program = {"the version of esper": version(), "the version of torch": torch.__version__}
+        parts.ranks.group.require_same({**program, **settings, "the digest of the data": data})
     return parts
 
 
@@ -518,7 +520,7 @@ def _run(
 ) -> dict[str, Any] | None:
     """Run the parts to the end, with everything that is printed; `asked` is the executor that the user wanted."""
     if not group().is_first:
-        return Runner(parts, directory, Hub({}), start, best).run()
+        return _with_way_to_continue(Runner(parts, directory, Hub({}), start, best).run, directory.path)
     config = parts.config
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
     if (data := data_of(parts.shape)) not in ("none", config.task):
@@ -539,7 +541,7 @@ def _run(
     listeners.start_sinks(config.sinks, directory.path)
     runner = Runner(parts, directory, listeners, start, best)
     with listeners, progress:
-        summary = runner.run()
+        summary = _with_way_to_continue(runner.run, directory.path)
     if summary is not None:
         console.say(tables.done(summary))
         if not parts.ranks.alone:
@@ -549,6 +551,14 @@ def _run(
             for line in record.anomaly_lines():
                 console.say(f"look at {line}")
     return summary
+
+
+def _with_way_to_continue(act: Callable[[], T], path: Path) -> T:
+    """Call `act`; where ranks failed, the error says how the run continues."""
+    try:
+        return act()
+    except RankError as error:
+        raise RankError(f"{str(error).removesuffix('.')}; the run is {stopped(path)}") from error
 
 
 def stopped(path: Path, *, task: bool = False) -> str:

@@ -28,7 +28,7 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if number in requested:
             raise KeyboardInterrupt
-        if not requested and group().is_first:
+        if not requested and group().is_first and (group().alone or number == signal.SIGINT):
             os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
         requested.add(number)
         request_stop()

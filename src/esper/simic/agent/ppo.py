@@ -33,6 +33,7 @@ from esper.simic.agent.advantages import (
 )
 from esper.simic.agent.losses import (
     NUM_SUMS,
+    Losses,
     LossInputs,
     LossSums,
     LossWeights,
@@ -388,16 +389,16 @@ def _run_epochs(
     run_seed: int,
 ) -> list[Tensor]:
     """All passes over the buffer; metric rows in the order of time."""
-    device, piles = buffer.slabs.valid.device, min(config.num_minibatches, ranks.num_envs)
+    device, number = buffer.slabs.valid.device, min(config.num_minibatches, ranks.num_envs)
     stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
     for epoch in torch.arange(1, config.update_epochs + 1, device=device).unbind(0):
-        t, results = 1 + len(rows) // (piles + 1), list[MinibatchResult]()
+        t, results = 1 + len(rows) // (number + 1), list[MinibatchResult]()
 
         def order(block: int, size: int, t: int = t) -> Tensor:
             of = torch.tensor([block], device=device)
             return permutation(run_seed, Stream.MINIBATCH_ORDER, of, size, episode=update_index, t=t)[0]
 
-        for hosts in ranks.deal(order, piles):
+        for hosts in ranks.minibatches(order, number):
             batches = [buffer.sequences(of_block) if len(of_block) else None for of_block in hosts]
             first = not rows and not results
             results.append(_train_minibatch(agent, batches, config, weights, lr, stopped, ranks, first=first))
@@ -411,6 +412,32 @@ def _run_epochs(
     return rows
 
 
+def _losses_and_gradient(
+    agent: PPOAgent, own: Sequence[Tensor | None], weights: LossWeights, ranks: Ranks
+) -> tuple[Float[Tensor, " K"], Losses, Float[Tensor, " P"]]:
+    """The sums over all ranks, the losses and the gradient, from the sums of each own block (None: it has no host).
+
+    The loss depends on the hosts by sums alone. So the sums S over all blocks give the loss L, and the gradient is the
+    sum over the blocks b of dS_b/dtheta * dL/dS.
+    """
+    parameters, device = list(agent.network.parameters()), agent.optimizer.step.device
+    nothing = torch.zeros(NUM_SUMS + 1, device=device)
+    found = ranks.total([nothing if x is None else x.detach() for x in own])
+    leaf = found[:-1].requires_grad_()
+    losses = ppo_losses(unpacked(leaf), weights)
+    (by_sums,) = torch.autograd.grad(losses.total, leaf)
+    by_sums = torch.cat((by_sums, by_sums.new_zeros(1)))  # the last one counts logits that are not finite
+    gradient = ranks.total(
+        [
+            torch.zeros_like(agent.optimizer.exp_avg)
+            if x is None
+            else flatten(torch.autograd.grad(x, parameters, by_sums))
+            for x in own
+        ]
+    )
+    return found.detach(), losses, gradient
+
+
 def _train_minibatch(
     agent: PPOAgent,
     batches: Sequence[SequenceBatch | None],
@@ -422,13 +449,8 @@ def _train_minibatch(
     *,
     first: bool,
 ) -> MinibatchResult:
-    """Loss, gradient and a masked optimizer step, from the rows of the hosts of each own block.
-
-    The loss depends on the hosts by sums alone. So each block gives its sums S_b, the sums S over all ranks give the
-    loss, and the gradient is the sum over the blocks of dS_b/dtheta * dL/dS.
-    """
-    parameters, changes = list(agent.network.parameters()), [torch.zeros((), device=stopped.device)]
-    own: list[Tensor | None] = []
+    """Loss, gradient and a masked optimizer step, from the rows of the hosts of each own block."""
+    changes, own = [torch.zeros((), device=stopped.device)], list[Tensor | None]()
     for batch in batches:
         if batch is None:
             own.append(None)
@@ -437,21 +459,8 @@ def _train_minibatch(
         of_block = packed(loss_sums(x, config.clip_coef, config.forced_value_weight))
         own.append(torch.cat((of_block, (~finite_logits).to(of_block.dtype)[None])))
         changes += [largest_change(x)] * first
-    nothing = torch.zeros(NUM_SUMS + 1, device=stopped.device)
-    found = ranks.total([nothing if x is None else x.detach() for x in own])
-    everything = found[:-1].requires_grad_()
-    sums = unpacked(everything)
-    losses = ppo_losses(sums, weights)
-    (slope,) = torch.autograd.grad(losses.total, everything)
-    slope = torch.cat((slope, slope.new_zeros(1)))
-    gradient = ranks.total(
-        [
-            torch.zeros_like(agent.optimizer.exp_avg)
-            if x is None
-            else flatten(torch.autograd.grad(x, parameters, slope))
-            for x in own
-        ]
-    )
+    found, losses, gradient = _losses_and_gradient(agent, own, weights, ranks)
+    sums = unpacked(found[:-1])
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     finite = losses.total.detach().isfinite() & norm.isfinite()
     takes = finite & ~stopped & (sums.valid > 0)
@@ -463,7 +472,7 @@ def _train_minibatch(
         betas=config.adam_betas,
         eps=config.adam_eps,
     )
-    subtract_(parameters, difference)
+    subtract_(list(agent.network.parameters()), difference)
     statistics = ratio_statistics(sums)
     steps = sums.valid.to(torch.float64)
     return MinibatchResult(

@@ -116,6 +116,27 @@ def train(command: list[str], source: Path, out: Path, threads: int) -> Run:
     )
 
 
+LOOP = """
+import time, torch
+torch.set_num_threads(1)
+x, w, count, end = torch.randn(64, 16, 16, 16), torch.randn(32, 16, 3, 3), 0, time.perf_counter() + 4.0
+while time.perf_counter() < end:
+    torch.nn.functional.conv2d(x, w, padding=1)
+    count += 1
+print(count)
+"""
+
+
+def of_two_processes(repetitions: int) -> list[float]:
+    """How much more two processes do that have nothing in common than one: the most that two ranks can gain here."""
+
+    def work(processes: int) -> int:
+        running = [subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE) for _ in range(processes)]
+        return sum(int(process.communicate()[0]) for process in running)
+
+    return sorted(work(2) / work(1) for _ in range(repetitions))
+
+
 def gradient_bytes(checkpoint: Path) -> int:
     """Bytes of the gradient of the policy, which is as long as the moments of Adam."""
     from esper.runs.state_file import read_state
@@ -168,6 +189,9 @@ def main(options: Options) -> int:
                 sizes = f"{received:.2f}", f"{middle['start']:.1f}"
                 table.add_row(case, name, speed, ratio(found, first, "speed"), update, *sizes)
     console = Console(width=140)
+    found = of_two_processes(options.repetitions)
+    console.print(f"two processes of convolutions do {statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f}) "
+                  "times the work of one")  # fmt: skip
     console.print(table)
     machine = environment(torch.device("cpu"))
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))

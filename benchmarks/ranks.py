@@ -189,9 +189,9 @@ def main(options: Options) -> int:
                 sizes = f"{received:.2f}", f"{middle['start']:.1f}"
                 table.add_row(case, name, speed, ratio(found, first, "speed"), update, *sizes)
     console = Console(width=140)
-    found = of_two_processes(options.repetitions)
-    console.print(f"two processes of convolutions do {statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f}) "
-                  "times the work of one")  # fmt: skip
+    low, *_, high = found = of_two_processes(max(options.repetitions, 2))
+    most = f"{statistics.median(found):.2f} ({low:.2f} to {high:.2f})"
+    console.print(f"two processes of convolutions do {most} times the work of one")
     console.print(table)
     machine = environment(torch.device("cpu"))
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))

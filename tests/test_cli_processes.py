@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,48 @@ def test_help_whose_reader_has_left_ends_in_silence():
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=120) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signal_", "ignored"), [(signal.SIGHUP, False), (signal.SIGHUP, True), (signal.SIGTERM, False)]
+)
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_but_not_under_nohup(tmp_path, signal_, ignored):
+    command = [*ESPER, "train", "--task", "null", "--rounds", "400", "--num-envs", "2", "--out", "run"]
+    command += ["--set", "ppo.feature_width=8", "ppo.hidden_width=8"]
+
+    def before() -> None:
+        if ignored:
+            signal.signal(signal_, signal.SIG_IGN)
+
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=before,  # noqa: PLW1509 -- the child only sets a signal
+    ) as process:  # fmt: skip
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(signal_)
+        if ignored:
+            rounds = metrics.stat().st_size
+            while metrics.stat().st_size == rounds:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "stopped; continue with: esper train --resume run" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("round-*"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("command", [("--help",), ("tasks",)])
+def test_a_full_disk_behind_the_output_is_said_in_a_sentence(command):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [*ESPER, *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
+        )
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert process.stderr.startswith("esper: the output: No space left on device")
 
 
 def test_commands_do_not_wait_for_the_compiler():

@@ -1,6 +1,10 @@
 """What a user reads when something is refused."""
 
-from esper.leyline.errors import nearest
+import re
+
+import pytest
+
+from esper.leyline.errors import OperatingSystemError, in_a_sentence, nearest
 
 
 def test_a_name_that_is_nearly_right_is_suggested_before_all_that_are_known() -> None:
@@ -9,3 +13,31 @@ def test_a_name_that_is_nearly_right_is_suggested_before_all_that_are_known() ->
 
 def test_a_name_that_resembles_none_is_answered_with_all_that_are_known() -> None:
     assert nearest("large", ["small", "paper"]) == "known names: paper, small."
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied; check"),
+        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link; check"),
+        (OSError("something"), "something; check"),
+        (MemoryError(), "there is not enough memory (MemoryError); use fewer hosts"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nat"),
+            "can't allocate memory: you tried);",
+        ),
+        (ValueError("embedded null byte"), "a character that is not allowed: embedded null byte."),
+        (RecursionError("deep"), "nested too deeply"),
+    ],
+)
+def test_what_the_operating_system_refuses_is_a_sentence(error, said):
+    with pytest.raises(OperatingSystemError, match=re.escape(said)) as raised, in_a_sentence():
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ValueError("other"), RuntimeError("other"), BrokenPipeError(), KeyError("x")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as raised, in_a_sentence():
+        raise error
+    assert raised.value is error

@@ -1,8 +1,10 @@
 """Checkpoints: complete or absent, and never trusted."""
 
+import os
 import pickle
+import re
 import resource
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from esper.leyline.errors import CheckpointError
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import run_shape
 from esper.runs.report import Cost
-from esper.runs.state_file import state_digest
+from esper.runs.state_file import state_digest, write_state
 from esper.runs.training.checkpoint import Header, checkpoints, load, load_newest, require_same_shape, save, set_aside
 from esper.tasks.datasets.arrays import from_arrays
 from esper.tasks.losses import Classification
@@ -73,6 +75,38 @@ def test_drafts_and_strangers_are_no_checkpoints(tmp_path):
     assert not (tmp_path / ".draft-round-00009.safetensors").exists()  # of a process that was killed
     assert (tmp_path / "notes").exists()
     assert checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("step", {}, "step is {}; it must be a whole number"),
+        ("rounds_done", -1, "rounds_done is -1; it must be at least 0"),
+        ("total", None, "total is null; it must be a table"),
+        ("total", {"seconds": float("nan")}, "total.seconds is"),
+        ("trend", {"recent": ["x"]}, 'trend.recent[0] is "x"; it must be a number'),
+        ("cursor", {"../elsewhere": 1}, "it must be 'metrics.jsonl' or 'events.jsonl'"),
+        ("other", 1, "unknown key other"),
+    ],
+)
+def test_a_header_whose_checksum_is_right_is_checked_all_the_same(tmp_path, field, value, said):
+    path = save(tmp_path, HEADER, STATE)
+    write_state(path, asdict(HEADER) | {field: value}, STATE)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load(path)
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_is_not_waited_for(tmp_path):
+    path = save(tmp_path, HEADER, STATE)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load(path)
+
+
+def test_a_checkpoint_has_the_permissions_of_other_new_files(tmp_path):
+    (tmp_path / "other").touch()
+    assert save(tmp_path, HEADER, STATE).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "cut", "empty", "remove"])

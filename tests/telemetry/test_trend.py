@@ -1,10 +1,8 @@
 """Means of ten rounds, worked out by hand."""
 
 import dataclasses
-import json
 
-import pytest
-
+from esper.runs.assembly.values import parse
 from esper.telemetry.anomalies import Alarm, Trend
 
 
@@ -57,6 +55,4 @@ def test_the_comparison_is_made_every_ten_rounds_and_of_the_last_twenty() -> Non
 
 def test_a_trend_survives_being_written() -> None:
     trend, _ = after(*[10.0] * 11)
-    assert Trend.of(json.loads(json.dumps(dataclasses.asdict(trend)))) == trend
-    with pytest.raises(TypeError):
-        Trend.of({"recent": [], "rounds": 0, "worst": 1.0})
+    assert parse(Trend, dataclasses.asdict(trend)) == trend

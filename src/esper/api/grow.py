@@ -23,7 +23,7 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option
-from esper.leyline.files import mode_of
+from esper.leyline.files import mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.ranks import is_launched
@@ -111,7 +111,7 @@ class Timeline(tuple[Row, ...]):
         """The timeline in a folder of `Grown.save`, empty where there is none; raises ExportError if it is damaged."""
         file = folder / FILE
         try:
-            rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+            rows = read_json(file) if file.is_file() else []
             return cls([Row(**row) for row in rows], unit)
         except (ValueError, TypeError) as error:
             raise ExportError(f"{file} is damaged ({error}); delete it to load the network without.") from error

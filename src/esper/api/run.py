@@ -3,7 +3,6 @@
 A verb imports what it runs, as a command of the command line does.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from esper.api.arguments import checked
 from esper.api.task import Task
 from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
+from esper.leyline.files import expanded, read_json
 from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig, free_folder
@@ -76,7 +76,7 @@ def console(progress: bool) -> RunConsole:
 
 def folder(path: Path | str) -> Path:
     """The path of a folder, with ~ expanded."""
-    return Path(path).expanduser()
+    return expanded(path)
 
 
 @final
@@ -110,14 +110,18 @@ class Run:
     def summary(self) -> dict[str, Any] | None:
         """The results, as in summary.json; None until the run is complete."""
         file = self.directory / SUMMARY
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        found: dict[str, Any] | None = read_json(file) if file.is_file() else None
         return found
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
         """The metrics of each round, as in metrics.jsonl."""
-        file = self.directory / METRICS
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+        from esper.telemetry.record.reader import read_lines
+
+        complaints: list[str] = []
+        lines = read_lines(self.directory / METRICS, (), complaints)
+        warn(complaints)
+        return lines
 
     @property
     def objective(self) -> list[float]:

@@ -5,6 +5,7 @@ Commands import torch only when they run, so that `--help` stays fast.
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -21,7 +22,7 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_f
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Mcp, Serve, mcp, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import EsperError, Stopped, read_in_a_shell
+from esper.leyline.errors import EsperError, Stopped, in_a_sentence, read_in_a_shell
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -40,11 +41,16 @@ _ABOUT = "Networks that grow while they train, and a controller that learns it (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 error, 130 stopped by a signal."""
+    """Run one command; returns the exit code: 0 done, 2 error, 130 stopped by a signal.
+
+    Without `arguments` it is the whole process: signals end it like Ctrl-C, and output that cannot be written is left
+    out, so that the work is done all the same.
+    """
     # Waiting OpenMP threads must not spin, which slows a shared machine; torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "WORLD_SIZE" in os.environ:  # what goes wrong between ranks is said in a sentence, not in a C++ trace
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    outputs = _lasting_outputs() if arguments is None else []
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
@@ -54,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"esper {esper.__version__}")
         return 0
     try:
-        with read_in_a_shell():
+        with read_in_a_shell(), in_a_sentence():
             name = given[0] if given else ""
             if name not in COMMANDS:
                 all_of_them: Any = reduce(
@@ -68,7 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
                     print(shown.getvalue().replace(f"[-h] {{{','.join(COMMANDS)}}}", "COMMAND [-h]"), end="")
             options, run = COMMANDS[name]
             config = (tyro.conf.DisallowNone,)
-            return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
+            code = run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
+            for output in outputs:
+                output.require_written()
+            return code
     except EsperError as error:
         if getattr(error, "is_printed", os.environ.get("LOCAL_RANK", "0") != "0"):  # by another rank
             return EXIT_ERROR
@@ -80,3 +89,42 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED
+
+
+class _Output(io.FileIO):
+    """Standard output or error, which loses what a full disk or a closed terminal refuses; a closed pipe it says."""
+
+    refused: OSError | None = None
+
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 -- a buffer
+        """Write; raises BrokenPipeError."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.refused = error
+            return len(data)
+
+    def require_written(self) -> None:
+        """Raise OSError if something was lost."""
+        sys.stdout.flush()
+        if self.refused is not None:
+            raise OSError(self.refused.errno, self.refused.strerror, "the output")
+
+
+def _lasting_outputs() -> list[_Output]:
+    """Make the streams of this process `_Output`, and signals a KeyboardInterrupt."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    outputs = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            continue
+        outputs.append(_Output(stream.fileno(), "w", closefd=False))
+        lines = stream.line_buffering
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(outputs[-1]), stream.encoding, line_buffering=lines))
+    return outputs

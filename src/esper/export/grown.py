@@ -40,6 +40,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import buffer_layout, parameter_layout
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import ConfigError, ExportError
+from esper.leyline.files import read_json
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def read_description(path: Path) -> Description:
     """The description in model.json; raises ExportError that says what is wrong with the file."""
     again = "export the network again"
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path)
     except OSError as error:
         raise ExportError(f"{path} cannot be read ({error.strerror}); name a folder made by `esper export`.") from error
     except ValueError as error:

@@ -48,7 +48,7 @@ from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.flops import flops
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, nearest, option
-from esper.leyline.files import mode_of, remove, replacing_folder
+from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.objective import Objective
 from esper.leyline.tensor_dataclass import below
@@ -487,7 +487,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
             )
     load_state(found.module, weights)
     try:
-        tokenizer = (folder / TOKENIZER).read_bytes() if description.tokenizer == TOKENIZER else None
+        tokenizer = read_bytes(folder / TOKENIZER) if description.tokenizer == TOKENIZER else None
     except OSError as error:
         raise ExportError(
             f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
@@ -530,6 +530,7 @@ def _described_host(description: Description, folder: Path) -> Host:
 
 def _weights(path: Path, description: Description) -> dict[str, Tensor]:
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("description") != description.text():
                 raise ExportError(

@@ -54,8 +54,42 @@ class RankError(EsperError):
     """A process of a run failed, ended early or differs from the others."""
 
 
+class OperatingSystemError(EsperError):
+    """A file, or memory, that the operating system refused."""
+
+
 class Stopped(SystemExit, KeyboardInterrupt):
     """Work that Ctrl-C ended. Caught like KeyboardInterrupt, it ends a program with its sentence and no traceback."""
+
+
+@contextmanager
+def in_a_sentence() -> Iterator[None]:
+    """What the operating system refuses inside becomes an OperatingSystemError; a closed pipe does not."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        places = " -> ".join(os.fsdecode(place) for place in (error.filename, error.filename2) if place)
+        raise OperatingSystemError(
+            f"{places or 'the operating system'}: {error.strerror or error}; check the path, the space and the "
+            "permissions there, or name another."
+        ) from error
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            raise OperatingSystemError(
+                f"there is not enough memory ({str(error).partition(chr(10))[0] or type(error).__name__}); use fewer "
+                "hosts, smaller batches or a smaller network."
+            ) from error
+        if isinstance(error, RecursionError):
+            raise OperatingSystemError("a file, a network or another value is nested too deeply.") from error
+        if isinstance(error, UnicodeEncodeError) or "null byte" in str(error) or "null character" in str(error):
+            raise OperatingSystemError(f"a path or a text has a character that is not allowed: {error}.") from error
+        raise
+
+
+_NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "std::bad_alloc", "array is too big")
+"""Of torch and NumPy, whose errors of memory have no class of their own."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

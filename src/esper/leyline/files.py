@@ -1,24 +1,99 @@
-"""Atomic writes: a new file or folder is written beside its place under a random name, synced, and then renamed."""
+"""Files: whole writes, and reads that neither wait nor take more than they should.
+
+A new file or folder is written beside its place under a random name, synced, and then renamed.
+"""
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import stat
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK})
 """What file systems answer that lack an operation: Lustre and NFS for locks, CIFS and FUSE for folders."""
 
 
+LARGEST_TEXT = 64 << 20
+"""Bytes of the largest file that is read as a whole, apart from data, tensors and the lines of a run."""
+
+
+def open_to_read(path: Path, largest: int | None = None) -> BinaryIO:
+    """Open a regular file. A pipe in its place is refused, instead of waited for.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or has more than `largest` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if largest is not None and status.st_size > largest:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than the {largest} expected", str(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError as `open_to_read` does; for libraries that open a path themselves."""
+    open_to_read(path).close()
+
+
+def read_bytes(path: Path, largest: int = LARGEST_TEXT) -> bytes:
+    """The content of a regular file; raises OSError like `open_to_read`."""
+    with open_to_read(path, largest) as file:
+        return file.read()
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a regular file; raises OSError like `open_to_read`, UnicodeDecodeError."""
+    return read_bytes(path).decode("utf-8", errors)
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401 -- any JSON value
+    """The JSON value in a regular file; raises OSError like `open_to_read`, ValueError."""
+    return json_of(read_text(path))
+
+
+def json_of(text: str) -> Any:  # noqa: ANN401 -- any JSON value
+    """The value of a JSON text; raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables in a regular TOML file; raises OSError like `open_to_read`, ValueError."""
+    return toml_of(read_text(path))
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; raises ValueError, also where it is nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def expanded(path: Path | str) -> Path:
+    """`path` with the home folder in the place of ~; that of a user who is not known stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def absolute(path: Path) -> str:
     """The absolute path of `path`; below the home folder as ~/..., which does not tell whose machine it is."""
-    full, home = Path(os.path.abspath(path.expanduser())), Path("~").expanduser()
+    full, home = Path(os.path.abspath(expanded(path))), expanded("~")
     return f"~/{full.relative_to(home)}" if home.parent != home and full.is_relative_to(home) else str(full)
 
 

@@ -1,7 +1,8 @@
 """Range checks of settings: frozen dataclasses whose types say what a field may be, checked by pydantic.
 
 class PPOConfig:
-    lr: Positive = 5e-4
+    lr: Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = 5e-4
 
     def __post_init__(self) -> None:
         check_fields(self, "ppo")           raises "ppo.lr is -1.0; it must be above 0."
@@ -25,9 +26,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-AtLeast0 = Annotated[int, Field(ge=0)]
-AtLeast1 = Annotated[int, Field(ge=1)]
-AtLeast2 = Annotated[int, Field(ge=2)]
+AtLeast0 = Annotated[int, Field(ge=0, le=2**53)]
+AtLeast1 = Annotated[int, Field(ge=1, le=2**53)]
+AtLeast2 = Annotated[int, Field(ge=2, le=2**53)]
 
 
 def check_fields(settings: Any, table: str = "") -> None:  # noqa: ANN401 -- any dataclass

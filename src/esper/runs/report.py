@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from esper.leyline.lifecycle import HAS_MODULE, LifecycleOp, SeedStage
+from esper.leyline.settings import AtLeast0, NotNegative
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
@@ -27,11 +28,11 @@ class Cost:
         seconds: wall time of the steps. update_seconds: wall time of PPO updates.
     """
 
-    env_steps: int = 0
-    steps: int = 0
-    reads: int = 0
-    seconds: float = 0.0
-    update_seconds: float = 0.0
+    env_steps: AtLeast0 = 0
+    steps: AtLeast0 = 0
+    reads: AtLeast0 = 0
+    seconds: NotNegative = 0.0
+    update_seconds: NotNegative = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

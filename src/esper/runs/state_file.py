@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.files import draft_of, sync
+from esper.leyline.files import draft_of, json_of, require_regular, sync
 from esper.telemetry.run_directory import CHECKPOINTS, continuing
 
 
@@ -27,7 +27,10 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = {"about": json.dumps([_digest(text, tensors), text])}  # one key: safetensors orders several at random
+        draft.touch(exist_ok=False)
+        mode = draft.stat().st_mode
         save_file(tensors, draft, written)
+        draft.chmod(mode)  # that of the umask, where safetensors makes the file private
         sync(draft)
         draft.rename(path)
         sync(path.parent)
@@ -42,11 +45,12 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
 def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write_state` wrote; raises CheckpointError that says what is damaged."""
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
-        digest, text = json.loads(metadata["about"])
-        about = json.loads(text)
+        digest, text = json_of(metadata["about"])
+        about = json_of(text)
         if _digest(text, state) != digest:
             raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:

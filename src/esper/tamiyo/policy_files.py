@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.files import replacing
+from esper.leyline.files import read_json, replacing
 from esper.leyline.lifecycle import (
     ALPHA_CURVE_NAMES,
     ALPHA_SPEED_NAMES,
@@ -113,7 +113,7 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
             the file and the field.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except OSError as error:
         raise ConfigError(f"the policy file {path} cannot be read ({error.strerror}); name one that exists.") from error
     except ValueError as error:

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from esper.leyline.settings import AtLeast0, Finite
 
 WINDOW = 10
 """Rounds whose mean is compared with that of the rounds before."""
@@ -306,14 +310,9 @@ class Trend:
     `recent`: mean 100·J of the last twenty rounds, oldest first; `best`: the highest mean of ten rounds so far.
     """
 
-    rounds: int = 0
-    recent: tuple[float, ...] = ()
-    best: float | None = None
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Trend":
-        """A trend from JSON; raises TypeError if keys are missing or unknown."""
-        return cls(**(fields | {"recent": tuple(fields["recent"])}))
+    rounds: AtLeast0 = 0
+    recent: Annotated[tuple[Finite, ...], Field(max_length=2 * WINDOW)] = ()
+    best: Finite | None = None
 
     def after(self, objective: float) -> tuple["Trend", bool]:
         """The trend after another round, and whether the mean of the last ten is a new best."""

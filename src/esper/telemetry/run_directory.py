@@ -19,7 +19,6 @@ import os
 import shutil
 import stat
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,18 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, final
 import tomli_w
 
 from esper.leyline.errors import RunDirectoryError, command, in_shell, option
-from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
+from esper.leyline.files import (
+    draft_of,
+    is_draft,
+    lock,
+    mode_of,
+    read_json,
+    read_toml,
+    remove,
+    replacing,
+    sync,
+    sync_file,
+)
 from esper.telemetry.record.schema import STORED
 from esper.telemetry.record.writer import (
     Rows,
@@ -277,7 +287,7 @@ class RunDirectory:
 def plugins_of(path: Path) -> list[str]:
     """The plugins that a run names; none where its config.toml cannot be read."""
     try:
-        return [str(name) for name in tomllib.loads((path / CONFIG).read_text(encoding="utf-8")).get("plugins", ())]
+        return [str(name) for name in read_toml(path / CONFIG).get("plugins", ())]
     except (OSError, ValueError):
         return []
 
@@ -326,7 +336,7 @@ def require_run(path: Path) -> None:
 def about_of(path: Path) -> dict[str, Any]:
     """about.json of a run; {} if it is missing or damaged."""
     try:
-        found = json.loads((path / ABOUT).read_text(encoding="utf-8")) if stat.S_ISREG(mode_of(path / ABOUT)) else {}
+        found = read_json(path / ABOUT)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -9,7 +9,6 @@ nothing more after one warning, and so does a sink that takes too much of the ru
 import math
 import os
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.files import read_text, read_toml
 from esper.leyline.messages import ClosingSink, Sink
 from esper.telemetry.progress import warn
 from esper.telemetry.run_directory import CONFIG
@@ -236,13 +236,13 @@ def scalars(fields: Mapping[str, object], path: str = "") -> Iterator[tuple[str,
 
 def configuration(run_directory: Path) -> dict[str, Any]:
     """The tables of config.toml."""
-    return tomllib.loads((run_directory / CONFIG).read_text(encoding="utf-8"))
+    return read_toml(run_directory / CONFIG)
 
 
 def is_new(run_directory: Path, sink: str, number: int) -> bool:
     """Whether a sink gets this round for the first time: a resumed run may repeat some. Kept in the file SINK_round."""
     file = run_directory / f"{sink}_round"
-    if number <= (int(file.read_text(encoding="utf-8")) if file.exists() else 0):
+    if number <= (int(read_text(file)) if file.exists() else 0):
         return False
     file.write_text(f"{number}\n", encoding="utf-8")
     return True
@@ -253,7 +253,7 @@ def run_id(run_directory: Path) -> str:
     file = run_directory / "sink_id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()
+    return read_text(file).strip()
 
 
 @final

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import expanded
 
 Model: TypeAlias = Callable[[], nn.Module]
 """Gives a new network in every call."""
@@ -91,7 +92,7 @@ def started(model: Model | nn.Module, weights: Weights | None) -> tuple[Model, s
             return model, _digest(dict((*network.named_parameters(), *network.named_buffers())))
     if weights is None:
         return model, None
-    found = _read(Path(weights).expanduser()) if isinstance(weights, Path | str) else weights
+    found = _read(expanded(weights)) if isinstance(weights, Path | str) else weights
     state = _state_dict(found, str(weights) if isinstance(weights, Path | str) else "weights")
     return Loaded(model, state), _digest(state)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from esper.leyline.errors import ConfigError, in_shell, nearest
+from esper.leyline.files import expanded
 from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
 
 
@@ -89,7 +90,7 @@ def not_among(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _identity(name: str) -> str:
-    return str(Path(_parts(name)[0]).expanduser().resolve()) if is_file(name) else name
+    return str(expanded(_parts(name)[0]).resolve()) if is_file(name) else name
 
 
 def is_file(name: str) -> bool:
@@ -105,7 +106,7 @@ def names_task(name: str) -> bool:
 def source_of(name: str) -> Path | None:
     """The file of a plugin that was imported; None for a module without one."""
     if is_file(name):
-        return Path(_parts(name)[0]).expanduser()
+        return expanded(_parts(name)[0])
     file = getattr(sys.modules.get(name), "__file__", None)
     return Path(file) if file else None
 
@@ -114,7 +115,7 @@ def _imported(name: str) -> ModuleType:
     """The module of a plugin, which is executed unless it was before."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # last, so that local files never shadow installed modules
-    path = Path(_parts(name)[0]).expanduser().resolve()
+    path = expanded(_parts(name)[0]).resolve()
     if is_file(name) and not path.is_file():
         raise ConfigError(f"there is no plugin {path}; correct the path in plugins, or leave it out.")
     try:

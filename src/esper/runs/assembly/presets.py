@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import absolute
+from esper.leyline.files import absolute, expanded
 from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
 from esper.runs.assembly.run_config import RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
@@ -146,7 +146,7 @@ def plugin_names(values: Mapping[str, Any]) -> list[str]:
 
 def absolute_plugins(names: Sequence[str], folder: Path) -> list[str]:
     """Plugins with absolute paths of files; relative ones lie in `folder`."""
-    return [absolute(folder / Path(name).expanduser()) if is_file(name) else name for name in names]
+    return [absolute(folder / expanded(name)) if is_file(name) else name for name in names]
 
 
 def _plugins_of(values: Mapping[str, Any]) -> list[str]:
@@ -172,11 +172,11 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     """Absolute paths, so that a run can be resumed from any folder."""
     changed: Values = {}
     if isinstance(values.get("data_dir"), str) and values["data_dir"]:
-        changed["data_dir"] = absolute(folder / Path(values["data_dir"]).expanduser())
+        changed["data_dir"] = absolute(folder / expanded(values["data_dir"]))
     if isinstance(policy := values.get("policy"), str | Path) and is_policy_file(policy):
-        changed["policy"] = absolute(folder / Path(policy).expanduser())
+        changed["policy"] = absolute(folder / expanded(policy))
     if isinstance(task := values.get("task"), str) and names_task(task):
-        changed["task"] = absolute(folder / Path(task).expanduser())
+        changed["task"] = absolute(folder / expanded(task))
     if "plugins" in values:
         changed["plugins"] = absolute_plugins(plugin_names(values), folder)
     return {**values, **changed}

@@ -20,6 +20,7 @@ from pydantic import Field
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import expanded
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES
 from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
@@ -40,7 +41,7 @@ DATA_VARIABLE = "ESPER_DATA"
 def data_folder(named: str) -> Path | None:
     """The named folder, else $ESPER_DATA, else None."""
     folder = named or os.environ.get(DATA_VARIABLE, "")
-    return Path(folder).expanduser() if folder else None
+    return expanded(folder) if folder else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ Validation is strict: `rounds = "3"` and `rounds = true` are refused; only `lr =
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from esper.leyline import files
 from esper.leyline.errors import ConfigError
 from esper.leyline.settings import first_problem
 
@@ -70,12 +70,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
 def read_toml(path: Path) -> Values:
     """The tables of a TOML file; raises ConfigError if it is missing or malformed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return files.read_toml(path)
     except OSError as error:
         raise ConfigError(
             f"the configuration file {path} cannot be read ({error.strerror}); check the path."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Correct that line.") from error
 
 

@@ -12,7 +12,6 @@ static_common   every host has the most frequent final architecture of the sourc
 big_host        no seeds; a wider host with about as many parameters as the source ends with
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,7 +175,7 @@ def _is_solved(config: RunConfig) -> bool:
 def _of_file(path: Path | None, config: RunConfig) -> Controller:
     """The policy in a file, under the name of the file."""
     assert path is not None
-    identity = {"policy": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
+    identity = {"policy": digest_of_file(path)} if path.is_file() else {}
     return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import replacing
+from esper.leyline.files import read_json, replacing
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.presets import config_of_run
@@ -73,7 +73,7 @@ def importance_of(
 def _kept(file: Path) -> dict[str, Any]:
     """What was measured before; {} if there is nothing, or if it is damaged."""
     with suppress(OSError, ValueError):
-        if isinstance(kept := json.loads(file.read_text(encoding="utf-8")), dict):
+        if isinstance(kept := read_json(file), dict):
             return kept
     return {}
 

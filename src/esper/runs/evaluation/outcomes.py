@@ -26,7 +26,7 @@ from torch import Tensor
 
 from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
-from esper.leyline.files import is_draft, replacing
+from esper.leyline.files import is_draft, json_of, open_to_read, read_bytes, replacing
 from esper.leyline.ranks import group, parts_of
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
@@ -231,7 +231,7 @@ def _digest_of_program() -> str:
 
 def digest_of_file(file: Path) -> str:
     """Of its content."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(file)).hexdigest()
 
 
 @final
@@ -277,9 +277,9 @@ class OutcomeStore:
         if not path.exists():
             return None
         try:
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            with open_to_read(path) as raw, np.load(raw, allow_pickle=False) as file:
                 arrays = dict(file)  # their checksums are compared
-            tree = json.loads(str(arrays.pop("outcome")))
+            tree = json_of(str(arrays.pop("outcome")))
             if tree["key"] != json.loads(_canonical(key)):
                 raise ValueError("it belongs to another comparison")
         except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:

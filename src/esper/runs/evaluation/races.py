@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import replacing
+from esper.leyline.files import read_json, read_text, replacing
 from esper.leyline.lifecycle import Algorithm
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import Stream, permutation
@@ -328,13 +328,13 @@ def write_plans(path: Path, plans: Plans, task: str, episode_length: int, found:
 
 def is_plans(path: Path) -> bool:
     """Whether the file says that it holds plans."""
-    return path.is_file() and FORMAT in path.read_text(encoding="utf-8", errors="replace")[:100]
+    return path.is_file() and FORMAT in read_text(path, errors="replace")[:100]
 
 
 def read_plans(path: Path, task: str, episode_length: int) -> Plans:
     """The plans of a file; raises ConfigError if it is malformed, or of another task or length."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         of = values["task"], values["episode_length"]
         plans = {name: tuple(_plan(tree) for tree in values[name]) for name in SEARCHED}
     except (KeyError, TypeError, ValueError) as error:

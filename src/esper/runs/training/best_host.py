@@ -7,19 +7,22 @@ The best host has the highest J of all hosts of the complete rounds. The test sp
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field
 
 from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.architecture import architectures_of
-from esper.leyline.errors import CheckpointError, ExportError
+from esper.leyline.errors import CheckpointError, ConfigError, ExportError
+from esper.leyline.settings import AtLeast1, Finite
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import parse
 from esper.runs.report import objective_of
 from esper.runs.state_file import read_state, write_state
 from esper.runs.training.checkpoint import load_newest
@@ -44,12 +47,14 @@ class BestHost:
         state: that of an engine of this host alone.
     """
 
-    round: int
-    host: int
-    objective: float
-    val: float
-    loss: float
-    growth: float
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(arbitrary_types_allowed=True)
+
+    round: AtLeast1
+    host: Annotated[int, Field(ge=0, lt=2**31)]
+    objective: Finite
+    val: Finite
+    loss: Finite
+    growth: Finite
     architecture: tuple[str, ...]
     test: float | None = None
     state: StateTree = field(default_factory=dict, repr=False, compare=False)
@@ -132,8 +137,8 @@ def read(folder: Path) -> BestHost | None:
         return None
     try:
         about, state = read_state(path)
-        return BestHost(**about | {"architecture": tuple(about["architecture"])}, state=state)
-    except (TypeError, KeyError, CheckpointError) as error:
+        return replace(parse(BestHost, about), state=state)
+    except (ConfigError, CheckpointError) as error:
         raise CheckpointError(
             f"{error} Move {path} away to go on without the best host of the rounds so far."
         ) from error

@@ -14,12 +14,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.files import is_draft, remove
+from esper.leyline.settings import AtLeast0
+from esper.runs.assembly.values import parse
 from esper.runs.report import Cost
 from esper.runs.state_file import read_state, write_state
 from esper.telemetry.anomalies import Trend
@@ -43,20 +45,14 @@ class Header:
         trend: mean J of the last rounds, and the best so far.
     """
 
-    rounds_done: int
-    step: int
-    cursor: dict[str, int]
+    rounds_done: AtLeast0
+    step: AtLeast0
+    cursor: dict[Literal["metrics.jsonl", "events.jsonl"], AtLeast0]
     total: Cost
     begun: Cost
     shape: dict[str, Any]
     config: dict[str, Any]
     trend: Trend = field(default_factory=Trend)
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Header":
-        """A header from JSON; raises TypeError if keys are missing or unknown."""
-        costs = {name: Cost(**fields[name]) for name in ("total", "begun")}
-        return cls(**{**fields, **costs, "trend": Trend.of(fields["trend"])})
 
     @property
     def place(self) -> str:
@@ -104,8 +100,8 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint; raises CheckpointError that says what is damaged."""
     fields, state = read_state(path)
     try:
-        return Checkpoint(path, Header.of(fields), state)
-    except (TypeError, KeyError, AttributeError) as error:
+        return Checkpoint(path, parse(Header, fields), state)
+    except ConfigError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 

@@ -4,19 +4,22 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from esper.leyline.ranks import group
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end that a system asks for, and that of the terminal."""
 _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
 @contextmanager
 def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; the same signal again raises KeyboardInterrupt where the program is.
+    """Each of `STOPS` calls `request_stop`; the same one again raises KeyboardInterrupt where the program is.
 
-    A launcher that got Ctrl-C, as its processes did, sends them SIGTERM besides.
+    A signal that is ignored, as with nohup, stays so. A launcher that got Ctrl-C, as its processes did, sends them
+    SIGTERM besides.
 
     Signals reach the main thread alone: a run in another thread leaves them to it.
     """
@@ -29,11 +32,13 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         if number in requested:
             raise KeyboardInterrupt
         if not requested and group().is_first and (group().alone or number == signal.SIGINT):
-            os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+            with suppress(OSError):  # of a terminal that was closed
+                os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
         requested.add(number)
         request_stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield
     finally:

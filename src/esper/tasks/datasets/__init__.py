@@ -13,6 +13,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from esper.leyline.errors import DataError, option
+from esper.leyline.files import open_to_read
 from esper.leyline.random import Stream, permutation, seeded_generators, word_rows
 from esper.leyline.structure import Structure, described
 
@@ -276,7 +277,8 @@ def in_folders(names: tuple[str, ...], *folders: str) -> tuple[tuple[str, ...], 
 def read_bytes(path: Path) -> bytes:
     """The content of a file; raises DataError if it cannot be read."""
     try:
-        return path.read_bytes()
+        with open_to_read(path) as file:
+            return file.read()
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); name another file or check permissions."

@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import DataError
+from esper.leyline.files import expanded
 from esper.tasks.datasets import Dataset, PlainValue, Source, Split, Tokenizer, Tokens, read_bytes, stratified_split
 from esper.tasks.losses import PADDING
 
@@ -90,7 +91,7 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     Raises:
         DataError: the file is missing or broken, names no end of text, or the library is not installed.
     """
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     content = read_bytes(path)
     ids: dict[str, int] = _library(path, content).get_vocab(with_added_tokens=True)
     end = next((ids[name] for name in END_TOKENS if name in ids), None)

@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import duckdb
 import numpy as np
 
 from esper.leyline.errors import QueryError, RunDirectoryError
-from esper.leyline.files import mode_of
+from esper.leyline.files import json_of, mode_of, read_text, toml_of
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
@@ -469,13 +468,13 @@ def _text(path: Path, complaints: list[str]) -> str | None:
     if mode and not stat.S_ISREG(mode):
         complaints.append(f"{path} is not a regular file and was not read; restore the original.")
         return None
-    return path.read_text(encoding="utf-8", errors="replace") if mode else None
+    return read_text(path, errors="replace") if mode else None
 
 
 def _json(path: Path, complaints: list[str]) -> object:
     text = _text(path, complaints)
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else json_of(text)
     except ValueError as error:
         complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return None
@@ -483,8 +482,8 @@ def _json(path: Path, complaints: list[str]) -> object:
 
 def _toml(path: Path, complaints: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(_text(path, complaints) or "")
-    except tomllib.TOMLDecodeError as error:
+        return toml_of(_text(path, complaints) or "")
+    except ValueError as error:
         complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return {}
 
@@ -524,7 +523,7 @@ def read_lines(path: Path, kinds: Sequence[str], complaints: list[str]) -> list[
             if kinds and not line.startswith(starts):
                 continue
             try:
-                value = json.loads(line)
+                value = json_of(line)
             except ValueError:
                 value = None
             if isinstance(value, dict):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from esper.leyline.files import draft_of
+from esper.leyline.files import draft_of, open_to_read
 from esper.telemetry.record.schema import STORED
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def merge_parts(folder: Path, kind: str, number: int) -> None:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

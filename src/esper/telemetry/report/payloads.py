@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper.leyline.errors import command
-from esper.leyline.files import absolute, mode_of
+from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
 from esper.telemetry.anomalies import RULES
 from esper.telemetry.record.reader import evaluation_files
@@ -198,12 +198,11 @@ def _documents(run: Path) -> dict[str, list[Payload]]:
     """
     found = {}
     for file in evaluation_files(run):
-        with suppress(ValueError):
-            if stat.S_ISREG(mode_of(file)):
-                document = json.loads(file.read_text("utf-8"))
-                every = document if isinstance(document, list) else [document]
-                if known := [one for one in every if isinstance(one, dict) and "controllers" in one]:
-                    found[file.relative_to(run).as_posix()] = known
+        with suppress(OSError, ValueError):
+            document = read_json(file)
+            every = document if isinstance(document, list) else [document]
+            if known := [one for one in every if isinstance(one, dict) and "controllers" in one]:
+                found[file.relative_to(run).as_posix()] = known
     return found
 
 

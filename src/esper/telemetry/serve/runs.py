@@ -8,7 +8,6 @@ Requests name runs, never paths. Nothing is written.
 
 import json
 import threading
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, NoReturn, final
 import duckdb
 
 from esper.leyline.errors import QueryError, RunDirectoryError, command
+from esper.leyline.files import read_toml
 from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, evaluation_files, open_record, read_lines, round_rows
 from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounded, rounds_of, segments, waterfall
@@ -234,7 +234,7 @@ def _row_of_any(run: Path) -> Payload:
 
 def _config(path: Path, complaints: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except (OSError, ValueError) as error:
         complaints.append(f"{path} cannot be read ({error}); restore it from a backup.")
         return {}

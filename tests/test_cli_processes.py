@@ -150,7 +150,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_but_not_under_nohup(tmp
 
     with subprocess.Popen(
         command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=before,  # noqa: PLW1509 -- the child only sets a signal
+        preexec_fn=before,
     ) as process:  # fmt: skip
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size):
@@ -161,7 +161,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_but_not_under_nohup(tmp
             while metrics.stat().st_size == rounds:
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopped; continue with: esper train --resume run" in said
     assert list((tmp_path / "run" / "checkpoints").glob("round-*"))
@@ -175,7 +175,7 @@ def test_a_full_disk_behind_the_output_is_said_in_a_sentence(command):
             [*ESPER, *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
         )
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
-    assert process.stderr.startswith("esper: the output: No space left on device")
+    assert process.stderr.startswith("esper: the output cannot be written (No space left on device)")
 
 
 def test_commands_do_not_wait_for_the_compiler():

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from esper.runs.assembly.values import parse
 from esper.telemetry.anomalies import Alarm, Trend
 

@@ -46,15 +46,32 @@ def main(arguments: list[str] | None = None) -> int:
     Without `arguments` it is the whole process: signals end it like Ctrl-C, and output that cannot be written is left
     out, so that the work is done all the same.
     """
+    if arguments is not None:
+        return _run(arguments)
+    outputs = _lasting_outputs()
+    try:
+        code = _run(sys.argv[1:])
+    except SystemExit as error:  # of --help, and of wrong options
+        code = error.code if isinstance(error.code, int) else EXIT_ERROR
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    for output in outputs:
+        if output.refused is not None:
+            print(f"esper: the output cannot be written ({output.refused.strerror})", file=sys.stderr)
+            return EXIT_ERROR
+    return code
+
+
+def _run(given: list[str]) -> int:
     # Waiting OpenMP threads must not spin, which slows a shared machine; torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "WORLD_SIZE" in os.environ:  # what goes wrong between ranks is said in a sentence, not in a C++ trace
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    outputs = _lasting_outputs() if arguments is None else []
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
-    given = sys.argv[1:] if arguments is None else arguments
     given_arguments[:] = given
     if given[:1] == ["--version"]:
         print(f"esper {esper.__version__}")
@@ -74,21 +91,23 @@ def main(arguments: list[str] | None = None) -> int:
                     print(shown.getvalue().replace(f"[-h] {{{','.join(COMMANDS)}}}", "COMMAND [-h]"), end="")
             options, run = COMMANDS[name]
             config = (tyro.conf.DisallowNone,)
-            code = run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
-            for output in outputs:
-                output.require_written()
-            return code
+            return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
     except EsperError as error:
         if getattr(error, "is_printed", os.environ.get("LOCAL_RANK", "0") != "0"):  # by another rank
             return EXIT_ERROR
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
-    except BrokenPipeError:  # `esper --help | head`; else flushing the rest would fail at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `esper --help | head`
+        _drop_output()
         return 0
     except KeyboardInterrupt as error:
         print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED
+
+
+def _drop_output() -> None:
+    """What is still in the buffer of a closed pipe would fail at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Output(io.FileIO):
@@ -105,12 +124,6 @@ class _Output(io.FileIO):
         except OSError as error:
             self.refused = error
             return len(data)
-
-    def require_written(self) -> None:
-        """Raise OSError if something was lost."""
-        sys.stdout.flush()
-        if self.refused is not None:
-            raise OSError(self.refused.errno, self.refused.strerror, "the output")
 
 
 def _lasting_outputs() -> list[_Output]:

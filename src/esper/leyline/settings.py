@@ -1,8 +1,7 @@
 """Range checks of settings: frozen dataclasses whose types say what a field may be, checked by pydantic.
 
 class PPOConfig:
-    lr: Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = 5e-4
+    lr: Positive = 5e-4
 
     def __post_init__(self) -> None:
         check_fields(self, "ppo")           raises "ppo.lr is -1.0; it must be above 0."
@@ -22,6 +21,7 @@ from typing_extensions import TypedDict
 
 from esper.leyline.errors import ConfigError
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

@@ -85,7 +85,7 @@ def test_drafts_and_strangers_are_no_checkpoints(tmp_path):
         ("total", None, "total is null; it must be a table"),
         ("total", {"seconds": float("nan")}, "total.seconds is"),
         ("trend", {"recent": ["x"]}, 'trend.recent[0] is "x"; it must be a number'),
-        ("cursor", {"../elsewhere": 1}, "it must be 'metrics.jsonl' or 'events.jsonl'"),
+        ("cursor", {"../elsewhere": 1}, "cursor.../elsewhere"),
         ("other", 1, "unknown key other"),
     ],
 )

@@ -5,6 +5,7 @@ A new file or folder is written beside its place under a random name, synced, an
 
 import errno
 import fcntl
+import io
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK})
 """What file systems answer that lack an operation: Lustre and NFS for locks, CIFS and FUSE for folders."""
@@ -25,7 +26,7 @@ LARGEST_TEXT = 64 << 20
 """Bytes of the largest file that is read as a whole, apart from data, tensors and the lines of a run."""
 
 
-def open_to_read(path: Path, largest: int | None = None) -> BinaryIO:
+def open_to_read(path: Path, largest: int | None = None) -> io.BufferedReader:
     """Open a regular file. A pipe in its place is refused, instead of waited for.
 
     Raises:

@@ -26,6 +26,7 @@ from esper.kasmina.hosts.host import HostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
+from esper.leyline.files import read_bytes
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below
 from esper.runs.assembly.clients import (
@@ -175,7 +176,7 @@ def _is_solved(config: RunConfig) -> bool:
 def _of_file(path: Path | None, config: RunConfig) -> Controller:
     """The policy in a file, under the name of the file."""
     assert path is not None
-    identity = {"policy": digest_of_file(path)} if path.is_file() else {}
+    identity = {"policy": hashlib.sha256(read_bytes(path)).hexdigest()} if path.is_file() else {}
     return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 
 

@@ -14,8 +14,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, ConfigError
@@ -47,7 +48,7 @@ class Header:
 
     rounds_done: AtLeast0
     step: AtLeast0
-    cursor: dict[Literal["metrics.jsonl", "events.jsonl"], AtLeast0]
+    cursor: dict[Annotated[str, Field(pattern=r"^(metrics|events)\.jsonl$")], AtLeast0]
     total: Cost
     begun: Cost
     shape: dict[str, Any]

@@ -12,6 +12,7 @@ static_common   every host has the most frequent final architecture of the sourc
 big_host        no seeds; a wider host with about as many parameters as the source ends with
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,6 +1,6 @@
 // Loaded before a program with LD_PRELOAD: counts the calls that touch files below a folder, and lets one of them fail.
 //
-//     faults_arm(folder, at, action)    from the next call on; at = 0 only counts
+//     faults_arm(folder, at, action, reads)    from the next call on; at = 0 only counts; reads: also those that read
 //     faults_count()                    calls so far
 //
 // action: an error number that the call answers; 0 kills the process before the call; -1 lets a write do half.
@@ -20,11 +20,11 @@
 
 static char folder[4096];
 static long at, seen;
-static int action;
+static int action, reading;
 
-void faults_arm(const char *below, long number, int what) {
+void faults_arm(const char *below, long number, int what, int reads) {
   snprintf(folder, sizeof folder, "%s", below);
-  seen = 0, at = number, action = what;
+  seen = 0, at = number, action = what, reading = reads;
 }
 
 long faults_count(void) { return seen; }
@@ -59,6 +59,8 @@ static int fails_fd(int fd) {
     va_start(rest, flags);                                            \
     mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
     va_end(rest);                                                     \
+    if (!(flags & (O_WRONLY | O_RDWR | O_CREAT)) && !reading)         \
+      return REAL(name)(__VA_ARGS__, mode);                           \
     return fails(path) ? -1 : REAL(name)(__VA_ARGS__, mode);          \
   }
 // A write with action -1 does half of its work, as on a disk that is almost full.
@@ -85,7 +87,11 @@ ON_FILE(int, ftruncate, (int fd, off_t size), fd, size)
 ON_FILE(int, ftruncate64, (int fd, off64_t size), fd, size)
 ON_FILE(int, fchmod, (int fd, mode_t mode), fd, mode)
 ON_FILE(int, flock, (int fd, int how), fd, how)
-ON_FILE(ssize_t, read, (int fd, void *data, size_t size), fd, data, size)
+
+ssize_t read(int fd, void *data, size_t size) {
+  return reading && fails_fd(fd) ? -1 : REAL(read)(fd, data, size);
+}
+
 ON_PATH(int, rename, (const char *path, const char *to), path, path, to)
 ON_PATH(int, renameat, (int dir, const char *path, int dir2, const char *to), path, dir, path, dir2, to)
 ON_PATH(int, unlink, (const char *path), path, path)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import NamedTuple
 
 import tyro
@@ -40,10 +40,9 @@ LONGEST = 30.0
 """Seconds after which a command counts as hanging."""
 MEMORY = 8 << 30
 """Bytes that a command may address."""
-KILL, HALF = 0, -1
-FAULTS = {"kill": KILL, "half": HALF} | {
-    name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EACCES", "EINVAL", "ENOSYS")
-}
+CHANGES, ALL = ("kill", "half", "ENOSPC", "EINVAL", "ENOSYS"), ("EIO", "EACCES")
+"""Faults of calls that change files, and of those that read too."""
+FAULTS = {name: {"kill": 0, "half": -1}.get(name) or getattr(errno, name, 0) for name in (*CHANGES, *ALL)}
 
 
 class Ended(NamedTuple):
@@ -183,7 +182,7 @@ def operations() -> dict[str, Operation]:
         "export": same(lambda f: ["export", str(f / "run"), "--out", str(f / "net"), "--overwrite"], "net", "run"),
         "evaluate": same(lambda f: ["evaluate", str(f / "run"), "wait_only", "--num-envs", "2", "--out",
                                     str(f / "evaluation")], "evaluation", "run"),
-        "search": same(lambda f: ["search", "null", "--num-envs", "2", "--episode-length", "6", "--rounds", "1",
+        "search": same(lambda f: ["search", "null", "--num-envs", "2", "--episode-length", "6", "--budget", "200",
                                   "--out", str(f / "found")], "found"),
         "report": same(lambda f: ["report", str(f / "run"), "--num-envs", "0", "--out", str(f / "page.html")], ".",
                        "run"),
@@ -199,11 +198,15 @@ class Files:
 
     operations: tuple[str, ...] = ()
     """All where none is given."""
-    faults: tuple[str, ...] = tuple(FAULTS)
+    faults: tuple[str, ...] = (*CHANGES, *ALL)
     every: int = 1
     """Try each so-many-th call; which ones is drawn with the seed."""
     seed: int = 0
     only: int | None = None
+
+    def faults_of(self, kind: tuple[str, ...]) -> list[str]:
+        """Those of a kind that are tried."""
+        return [name for name in self.faults if name in kind]
 
 
 def main_files(given: Files) -> Iterator[str]:
@@ -223,28 +226,30 @@ def main_files(given: Files) -> Iterator[str]:
                     shutil.copytree(finished, folder / "run")
                 return folder
 
-            folder = folder_of("undisturbed")
-            read, write = os.pipe()
-            arm = partial(shim.faults_arm, bytes(folder), 0, 0)
-            tell = lambda write=write: os.write(write, str(shim.faults_count()).encode())  # noqa: E731
-            ended = Job(operation.command(folder), home / "log", arm, tell).ended(300)
-            assert ended.code == 0, ended
-            calls, want = int(os.read(read, 20)), operation.result(folder)
-            shutil.rmtree(folder)
-            wrong = Counter[str]()
-            for fault in given.faults:
-                for call in range(1 + draw.randrange(given.every), calls + 1, given.every):
-                    number += 1
-                    if given.only not in (None, number):
-                        continue
-                    folder = folder_of(str(number))
-                    arm = partial(shim.faults_arm, bytes(folder), call, FAULTS[fault])
-                    said = _trial(operation, folder, home / "log", arm, want)
-                    wrong[fault] += bool(said)
-                    if said:
-                        yield f"{number}: {name}, {fault} at call {call}: {said}"
-                    shutil.rmtree(folder)
-            print(f"{name}: {calls} calls, faults {' '.join(given.faults)}: {dict(wrong)}", flush=True)
+            wrong, tried = Counter[str](), Counter[str]()
+            for reads, faults in ((0, given.faults_of(CHANGES)), (1, given.faults_of(ALL))):
+                folder = folder_of("undisturbed")
+                read, write = os.pipe()
+                arm = partial(shim.faults_arm, bytes(folder), 0, 0, reads)
+                tell = lambda write=write: os.write(write, str(shim.faults_count()).encode())  # noqa: E731
+                ended = Job(operation.command(folder), home / "log", arm, tell).ended(300)
+                assert ended.code == 0, ended
+                calls, want = int(os.read(read, 20)), operation.result(folder)
+                shutil.rmtree(folder)
+                for fault in faults:
+                    for call in range(1 + draw.randrange(given.every), calls + 1, given.every):
+                        number += 1
+                        if given.only not in (None, number):
+                            continue
+                        folder = folder_of(str(number))
+                        arm = partial(shim.faults_arm, bytes(folder), call, FAULTS[fault], reads)
+                        said = _trial(operation, folder, home / "log", arm, want)
+                        tried[fault] += 1
+                        wrong[fault] += bool(said)
+                        if said:
+                            yield f"{number}: {name}, {fault} at call {call}: {said}"
+                        shutil.rmtree(folder)
+            print(f"{name}: tried {dict(tried)}, wrong {dict(wrong)}", flush=True)
 
 
 def _trial(operation: Operation, folder: Path, log: Path, arm: Callable[[], object], want: object) -> str:
@@ -252,10 +257,9 @@ def _trial(operation: Operation, folder: Path, log: Path, arm: Callable[[], obje
     first = Job(operation.command(folder), log, arm).ended()
     if first.fault:
         return f"{first.fault}\n{first.text[-1500:]}"
-    if first.code == 0:
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            if operation.result(folder) == want:
-                return ""
+    with contextlib.suppress(Exception):  # not all there yet
+        if operation.result(folder) == want:
+            return ""
     second = Job(operation.again(folder), log).ended()
     if second.code != 0:
         return f"after {first.code}: again exit code {second.code}\n{first.text[-600:]}\n--\n{second.text[-1500:]}"
@@ -498,8 +502,8 @@ def _readers(folder: Path) -> dict[str, list[list[str] | Callable[[], int]]]:
             ["grow", "digits", "--method", run, "--out", str(folder / "new")],
         ],
         "net": [load, ["export", net, "--out", str(folder / "new")]],
-        "found": [["evaluate", "null", f"{found}/{name}", *sizes, "--episode-length", "6", "--rounds", "1"]
-                  for name in ("best_schedule.json", "best_rule.json", "best_portfolio.json")],
+        "found": [["evaluate", f"{found}/{name}", "--task", "null", *sizes, "--episode-length", "6"]
+                  for name in ("best_schedule.json", "search.json")],
     }  # fmt: skip
 
 
@@ -513,7 +517,7 @@ def _inputs(home: Path) -> Path:
         ["evaluate", str(run), "wait_only", "--num-envs", "2", "--out", str(run / "evaluation")],
         ["report", str(run)],
         ["export", str(run), "--out", str(work / "net")],
-        ["search", "null", "--num-envs", "2", "--episode-length", "6", "--rounds", "1", "--out", str(work / "found")],
+        ["search", "null", "--num-envs", "2", "--episode-length", "6", "--budget", "200", "--out", str(work / "found")],
     ]
     for job in jobs:
         ended = Job(job, home / "log").ended(120)
@@ -602,12 +606,13 @@ MODES = {"files": (Files, main_files), "signals": (Signals, main_signals), "inpu
 
 def main(mode: str, arguments: list[str]) -> int:
     """Print what is wrong, and how much was tried."""
-    if not os.environ.get("TORTURE_SHIM"):
-        with TemporaryDirectory() as folder:
-            built = Path(folder, "faults.so")
-            subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(built), str(SHIM), "-ldl"], check=True)
-            variables = os.environ | {"TORTURE_SHIM": str(built), "LD_PRELOAD": str(built), "OMP_NUM_THREADS": "1"}
-            return subprocess.run([sys.executable, *sys.argv], env=variables, check=False).returncode
+    built = os.environ.get("TORTURE_SHIM")
+    if built is None:  # begin again with the shim, which is loaded before everything else
+        built = str(Path(mkdtemp(), "faults.so"))
+        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", built, str(SHIM), "-ldl"], check=True)
+        variables = os.environ | {"TORTURE_SHIM": built, "LD_PRELOAD": built, "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
+    shutil.rmtree(Path(built).parent)
     import esper.api.grow
     import esper.cli
     import esper.runs.evaluation.search

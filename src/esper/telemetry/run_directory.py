@@ -32,6 +32,7 @@ from esper.leyline.files import (
     is_draft,
     lock,
     mode_of,
+    open_to_read,
     read_json,
     read_toml,
     remove,
@@ -384,9 +385,15 @@ def require_own_files(path: Path) -> None:
 
 
 def require_nothing_to_lose(path: Path) -> None:
-    """Raise RunDirectoryError if rounds are recorded, which a resume without checkpoint would delete."""
-    metrics = path / METRICS
-    if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
+    """Raise RunDirectoryError if rounds are recorded, which a resume without checkpoint would delete.
+
+    A run that ended before its first checkpoint was due has lost nothing: its rounds are played again as they were.
+    """
+    recorded, due = 0, read_toml(path / CONFIG)["checkpoint_every"]
+    if (path / METRICS).exists():
+        with open_to_read(path / METRICS) as lines:
+            recorded = sum(1 for _ in lines)
+    if (path / SUMMARY).exists() or recorded > due:
         raise RunDirectoryError(
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
             f"{command('train', '--config', path / CONFIG, '--out', 'NEW', plugins=plugins_of(path))}."

@@ -28,11 +28,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 import tyro
 
 SHIM = Path(__file__).with_name("file_faults.c")
@@ -343,7 +344,9 @@ class Inputs:
     """Damage a file, and give it to each command that reads it."""
 
     tries: int = 10_000
-    """Damaged files, each read by one command."""
+    """Damaged files, each read once."""
+    by: Literal["functions", "commands"] = "functions"
+    """What reads them: a function of esper, or a whole command."""
     files: str = ""
     """Only files whose name contains this."""
     seed: int = 0
@@ -494,7 +497,7 @@ def _readers(folder: Path) -> dict[str, list[list[str] | Callable[[], int]]]:
     return {
         "run": [
             ["train", "--resume", run, "--rounds", "4"],
-            ["evaluate", run, "wait_only", *sizes],
+            ["evaluate", run, "wait_only", *sizes, "--out", str(folder / "run" / "evaluation")],
             ["report", run],
             ["query", run, "select * from steps limit 3"],
             ["query", run],
@@ -525,6 +528,69 @@ def _inputs(home: Path) -> Path:
     return work
 
 
+def _functions(folder: Path, file: Path) -> list[Callable[[], object]]:
+    """The functions that read a file, without what the commands do then."""
+    from esper.api.run import Run
+    from esper.export.network import load
+    from esper.runs.assembly.presets import config_of_run
+    from esper.runs.training import best_host, checkpoint
+    from esper.tamiyo.policy_files import read_policy
+    from esper.telemetry.record.reader import open_record
+    from esper.telemetry.report.page import payloads_of
+    from esper.telemetry.serve.runs import row_of
+
+    run, states = folder / "run", folder / "run" / "checkpoints"
+
+    def record() -> object:
+        with open_record([run]) as found:
+            return payloads_of(found, lambda *_: None)
+
+    if file.parts[0] == "net":
+        return [lambda: load(folder / "net")]
+    if file.parts[0] == "found":
+        return [lambda: read_policy(folder / file, _null_spec())]
+    if file.suffix == ".safetensors":
+        return [lambda: best_host.read(states) if "host" in file.name else checkpoint.load_newest(states)]
+    every = [record, lambda: row_of(run), lambda: config_of_run(run), lambda: (Run(run).summary, Run(run).rounds)]
+    return every[:2] if file.suffix == ".parquet" else every
+
+
+@cache
+def _null_spec() -> Any:
+    from esper.runs.assembly.assemble import engine_of
+    from esper.runs.assembly.presets import resolve
+
+    config = resolve({"task": "null", "num_envs": 2, "episode_length": 6})
+    return engine_of(config, None, torch.device("cpu")).spec
+
+
+def _read(numbers: Iterable[int], given: Inputs, whole: Path, files: list[Path], evil: Path) -> int:
+    """Damage files and read them in this process; prints what is wrong."""
+    from esper.leyline.errors import EsperError, in_a_sentence
+
+    for number in numbers:
+        draw = random.Random(f"{given.seed} {number}")
+        file, folder = draw.choice(files), whole.parent / str(number)
+        shutil.copytree(whole, folder)
+        how = damage(folder / file, draw, str(evil))
+        print(f"{number}: {file} {how}", flush=True)
+        try:
+            with in_a_sentence():
+                draw.choice(_functions(folder, file))()
+        except EsperError:
+            pass
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        shutil.rmtree(folder)
+    return 0
+
+
+BATCH = 20
+"""Damaged files that one process reads."""
+
+
 def main_inputs(given: Inputs) -> Iterator[str]:
     """A line for each fault found."""
     with TemporaryDirectory() as place:
@@ -535,9 +601,18 @@ def main_inputs(given: Inputs) -> Iterator[str]:
         files = [path.relative_to(whole) for path in sorted(whole.rglob("*"))
                  if path.is_file() and given.files in str(path) and path.suffix not in (".html", ".py")]  # fmt: skip
         kinds, slowest = Counter[str](), ("", 0.0)
-        for number in range(1, given.tries + 1):
-            if given.only not in (None, number):
-                continue
+        numbers = [number for number in range(1, given.tries + 1) if given.only in (None, number)]
+        for number in [] if given.by == "commands" else numbers[::BATCH]:
+            batch = [n for n in numbers if number <= n < number + BATCH]
+            ended = Job(partial(_read, batch, given, whole, files, evil), home / "log").ended(LONGEST + BATCH)
+            kinds[given.by] += len(batch)
+            if ended.fault or marker.exists():
+                yield f"{ended.fault or 'a file was executed'}\n{ended.text[-3000:]}"
+                marker.unlink(missing_ok=True)
+                for left in home.iterdir():
+                    if left.name.isdecimal():
+                        shutil.rmtree(left)
+        for number in numbers if given.by == "commands" else []:
             draw = random.Random(f"{given.seed} {number}")
             file, folder = draw.choice(files), home / str(number)
             shutil.copytree(whole, folder)
@@ -553,7 +628,7 @@ def main_inputs(given: Inputs) -> Iterator[str]:
             if ended.fault:
                 yield f"{what}: {ended.fault}\n{ended.text[-1500:]}"
             shutil.rmtree(folder)
-        print(f"{sum(kinds.values())} damaged files {dict(kinds)}; slowest {slowest}", flush=True)
+        print(f"{sum(kinds.values())} damaged files {dict(kinds)}; slowest command {slowest}", flush=True)
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

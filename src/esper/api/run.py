@@ -12,7 +12,7 @@ import torch
 
 from esper.api.arguments import checked
 from esper.api.task import Task
-from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
+from esper.leyline.errors import ConfigError, RegistryError, RunDirectoryError, Stopped, nearest
 from esper.leyline.files import expanded, read_json
 from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
@@ -108,9 +108,12 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The results, as in summary.json; None until the run is complete."""
+        """The results, as in summary.json; None until the run is complete. Raises RunDirectoryError if damaged."""
         file = self.directory / SUMMARY
-        found: dict[str, Any] | None = read_json(file) if file.is_file() else None
+        try:
+            found: dict[str, Any] | None = read_json(file) if file.is_file() else None
+        except ValueError as error:
+            raise RunDirectoryError(f"{file} is damaged ({error}); restore it from a backup.") from error
         return found
 
     @property

@@ -8,6 +8,7 @@ otherwise it is removed and rebuilt. A new one is renamed into place, so process
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.files import sync_file
 
 _OTHERS_MAY_WRITE = 0o022
+_DRAFT, _LEFT = ".draft-", 3600.0
+"""Name of a library that is being compiled, and seconds after which nobody is compiling it any more."""
 
 
 def cache_folder() -> Path | None:
@@ -89,7 +92,10 @@ def _draft(folder: Path) -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _is_private(folder)
-        handle, path = mkstemp(prefix=".draft-", suffix=".so", dir=folder)
+        for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed
+            if time.time() - left.stat().st_mtime > _LEFT:
+                left.unlink(missing_ok=True)
+        handle, path = mkstemp(prefix=_DRAFT, suffix=".so", dir=folder)
     except OSError:
         return None
     os.close(handle)

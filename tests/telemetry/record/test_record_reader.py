@@ -313,3 +313,16 @@ def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(copy: Pat
             assert record.complaints == []
     assert resume(path) == 0
     require_same_rows(path, run)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", '{"round": 1, "ops": "x"}'),
+        ("metrics.jsonl", '{"round": 1, "seconds": [1]}'),
+    ],
+)
+def test_a_record_whose_values_are_of_other_types_is_refused_in_a_sentence(copy: Path, file: str, line: str) -> None:
+    (copy / file).write_text(line + "\n")
+    with pytest.raises(RunDirectoryError, match="cannot be read .* one of its files is damaged"), open_record([copy]):
+        pass

@@ -192,7 +192,11 @@ class Record:
             return
         self._searched = True
         for name, run in self._runs.items():
-            _insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, find(self.query, name))
+            try:
+                found = list(find(self.query, name))
+            except _DAMAGED as error:
+                raise _damaged(str(run.path), error) from error
+            _insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, found)
 
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
@@ -227,7 +231,10 @@ def open_record(paths: Sequence[Path]) -> Record:
         raise RunDirectoryError("no run was named; give at least one run directory.")
     for path in paths:
         require_run(path)
-    return Record(list(paths))
+    try:
+        return Record(list(paths))
+    except (duckdb.Error, *_DAMAGED) as error:
+        raise _damaged(", ".join(map(str, paths)), error) from error
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:
@@ -456,6 +463,17 @@ JOIN (SELECT round, max(t) AS last_t FROM {schema}.part_steps GROUP BY round) US
 GROUP BY round, host, slot, serial
 """
 """A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
+
+
+_DAMAGED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What values of other types than expected raise."""
+
+
+def _damaged(where: str, error: Exception) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"the record of {where} cannot be read ({_first_line(error)}); one of its files is damaged: restore it from a "
+        "backup."
+    )
 
 
 def _first_line(error: Exception) -> str:

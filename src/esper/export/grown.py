@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import GateNetwork, Positions
@@ -39,7 +39,7 @@ from esper.kasmina.hosts.weights import Loaded
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import buffer_layout, parameter_layout
 from esper.leyline.architecture import Architecture, PlacedSeed
-from esper.leyline.errors import ConfigError, ExportError
+from esper.leyline.errors import ExportError
 from esper.leyline.files import read_json
 
 
@@ -223,7 +223,8 @@ def read_description(path: Path) -> Description:
         architecture, _ = Architecture.of(tree.pop("architecture")), tree.pop("format")
         description = TypeAdapter(Description).validate_python(tree)
         description.example()
-    except (ValidationError, AttributeError, ConfigError) as error:
+        description.text()  # numbers of JSON alone
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ExportError(f"{path} is damaged ({error}); {again}.") from error
     if description.architecture != architecture:
         raise ExportError(f"{path} was changed: its seeds are not those of its architecture; {again}.")

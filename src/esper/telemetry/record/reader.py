@@ -421,7 +421,7 @@ class _RunTables:
             **{name: config.get(name) for name in ("task", "preset", "seed", "num_envs", "episode_length", "slots")},
             "path": str(self.path.absolute()),
             "reward": started.get("reward") or config.get("custom_reward") or mode,
-            "data": summary.get("data") or json.dumps(started.get("data")) if started else None,
+            "data": summary.get("data") or _data_of(started.get("data")),
             "blueprints": started.get("blueprints"),
             "reward_terms": about.get("terms"),
             "device": started.get("device") or summary.get("device"),
@@ -478,6 +478,14 @@ JOIN (SELECT round, max(t) AS last_t FROM {schema}.part_steps GROUP BY round) US
 GROUP BY round, host, slot, serial
 """
 """A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
+
+
+def _data_of(identity: object) -> str | None:
+    """The data set of the first event, in the words of the summary."""
+    if not isinstance(identity, dict):
+        return None
+    name, copy = identity.get("name", "none"), identity.get("copy")
+    return f"{name} ({copy})" if copy else str(name)
 
 
 def _first_line(error: Exception) -> str:

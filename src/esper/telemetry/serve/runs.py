@@ -254,14 +254,14 @@ using (round)"""
 def host(record: Record, place: Place) -> Payload:
     """What happened to a host in a round: everything that the record has about it, by step.
 
-    Without a host, the one with the highest J of the round.
+    Without a host, the one with the highest J of the round among those that grew.
     """
     known, number = _begin(record, place)
     if number is None:
         return known | {"hosts": [], "host": None}
     of_round = record.query(_OF_ROUND, (known["run"], number)) or _missing(known)
     known["hosts"] = [row["host"] for row in of_round]
-    best = max(of_round, key=lambda row: -1e9 if row["objective"] is None else row["objective"])
+    best = max(of_round, key=lambda row: (bool(row["fossilized"]), -1e9 if (j := row["objective"]) is None else j))
     chosen = place.get("host", best["host"])
     result = next((row for row in of_round if row["host"] == chosen), None)
     if result is None:

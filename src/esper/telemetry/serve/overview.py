@@ -139,7 +139,7 @@ class Row:
         with open_to_read(self._run / METRICS) as file:
             file.seek(self._read)
             while self.behind > 0 and time.monotonic() < until:
-                lines = file.readlines(min(BLOCK, self.behind))
+                lines = file.readlines(min(BLOCK, self.behind - 1) or 1)  # ends with the line that exceeds this
                 for line in lines:
                     self._add(line)
                 self._read += (size := sum(map(len, lines)))

@@ -1,5 +1,6 @@
 """esper train: starts or resumes a run."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from esper.cli.options import (
 )
 from esper.leyline.errors import ConfigError
 from esper.leyline.errors import command as command_line
+from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, ranks_of_job
-from esper.telemetry.run_directory import plugins_of
+from esper.telemetry.run_directory import plain_json, plugins_of
 
 if TYPE_CHECKING:
     from esper.leyline.ranks import Group
@@ -191,13 +193,16 @@ def _train_mixture(command: Train, console: RunConsole) -> int:
 
 
 def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunConsole) -> None:
-    """The last line of a run on a task whose best schedule is known: 100·J of both on new hosts."""
+    """Compare a run with the best schedule of its task, if that is known, on new hosts; also for its report."""
     from esper.runs.evaluation.comparison import compare
     from esper.runs.evaluation.controllers import BEST_SCHEDULE, has_best_schedule
+    from esper.runs.evaluation.outcomes import REPORT
 
     if not has_best_schedule(config):
         return
     found = compare([config], [path], [BEST_SCHEDULE], num_envs=NEW_HOSTS, console=console)
+    with replacing(path / REPORT) as file:
+        print(json.dumps(plain_json(found.report()), indent=2), file=file)
     console.say(f"beside the best constant schedule: {found.verdict}")
 
 

@@ -235,9 +235,20 @@ def test_a_record_that_was_deleted_is_named_in_few_lines(copy: Path) -> None:
         assert record.query("SELECT count(*) AS n FROM episodes") == [{"n": HOSTS * ROUNDS}]
 
 
-def test_the_half_line_of_a_killed_run_is_left_out(copy: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_the_half_line_that_a_run_is_writing_is_left_out_without_a_word(copy: Path, name: str) -> None:
+    before = (copy / name).read_text()
+    (copy / name).write_text(before + before.splitlines()[-1][:-20])
+    with open_record([copy]) as record:
+        assert record.complaints == []
+        assert record.query("SELECT max(round) AS n, count(*) AS rows FROM episodes") == [
+            {"n": ROUNDS, "rows": HOSTS * ROUNDS}
+        ]
+
+
+def test_a_damaged_line_is_left_out_and_counted(copy: Path) -> None:
     with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 4, "objec')
+        file.write('{"round": 4, "objec\n')
     with open_record([copy]) as record:
         assert any("metrics.jsonl has 1 damaged lines" in line for line in record.complaints)
         assert record.query("SELECT max(round) AS n FROM rounds") == [{"n": ROUNDS}]
@@ -324,5 +335,5 @@ def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(copy: Pat
 )
 def test_a_record_whose_values_are_of_other_types_is_refused_in_a_sentence(copy: Path, file: str, line: str) -> None:
     (copy / file).write_text(line + "\n")
-    with pytest.raises(RunDirectoryError, match="cannot be read .* one of its files is damaged"), open_record([copy]):
+    with pytest.raises(RunDirectoryError, match=r"cannot be read .* one of its files is damaged"), open_record([copy]):
         pass

@@ -38,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[(1200, "light"), (390, "dark")], ids=["wide", "narrow"])
+@pytest.fixture(params=[(1400, "light"), (390, "dark")], ids=["wide", "narrow"])
 def tab(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, drawn; every message of its console and every request fails the test."""
     width, scheme = request.param
@@ -64,6 +64,12 @@ def test_every_section_is_drawn_and_fits_the_width(tab: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.evaluate("[...document.querySelectorAll('svg')].every((s) => !s.outerHTML.includes('NaN'))")
     assert HOSTILE in tab.inner_text("h1")
+
+
+def test_a_far_alarm_is_said_and_does_not_flatten_the_curve(tab: Any) -> None:
+    chart = tab.locator("#ppo figure", has_text="KL divergence").first
+    assert "Beyond the chart: alarm above 0.1" in chart.inner_text()  # the values are 0.01
+    assert "0.1" not in chart.locator("[aria-label='y-axis tick label'] text").all_text_contents()
 
 
 def test_a_chart_opens_its_data(tab: Any) -> None:

@@ -82,7 +82,7 @@ NAMED = """[...document.querySelectorAll('button, input, select, a')].every((e) 
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_view_is_drawn_without_complaint_and_fits_the_width(browser, address, view, width, scheme):
     with page(browser, address + view, width, scheme) as tab:
         drawn(tab)
@@ -91,6 +91,31 @@ def test_every_view_is_drawn_without_complaint_and_fits_the_width(browser, addre
         assert tab.locator("main section:visible").count() > 0
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert tab.evaluate(NAMED)
+
+
+STROKES = """(place) => [...document.querySelectorAll(place)].map((key) => [...key.querySelectorAll('li')]
+    .filter((li) => /kept network|with all seeds/.test(li.innerText))
+    .map((li) => [li.innerText.replace('accuracy, ', ''), li.querySelector('line').getAttribute('stroke')]))
+    .filter((key) => key.length)"""
+"""Names and colours of the two networks in each key of a page."""
+
+
+def test_a_network_has_one_colour_in_all_charts(browser, address):
+    found = []
+    for view in ("/run?run=a", "/host?run=a"):
+        with page(browser, address + view, 1400) as tab:
+            drawn(tab)
+            found += tab.evaluate(STROKES, ".keys")
+    assert len(found) == 3  # by round, at a glance, by step
+    assert all(key == [["kept network", "var(--blue)"], ["with all seeds", "var(--vermillion)"]] for key in found)
+
+
+def test_the_overview_has_room_for_all_columns_and_the_steps_of_a_host_for_all_rows(browser, address):
+    fits = "(() => {{ const s = document.querySelector('{}'); return s.{side} - s.{own}; }})()"
+    with page(browser, address, 1400) as tab:
+        assert tab.evaluate(fits.format("#overview .scroll", side="scrollWidth", own="clientWidth")) <= 0
+    with page(browser, f"{address}/host?run=a", 1400) as tab:
+        assert tab.evaluate(fits.format("#steps .scroll", side="scrollHeight", own="clientHeight")) <= 0
 
 
 def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):

@@ -38,7 +38,7 @@ def answer(runs: Runs, name: str, *names: str, **place: int) -> object:
 def test_folders_that_are_not_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").touch()
-    (note,) = Runs(tmp_path).notes()
+    (note,) = Runs(tmp_path).overview()["notes"]
     assert "holds no run yet" in note
     assert "esper train --out" in note
 
@@ -61,7 +61,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder, tmp_path_fa
     (folder / "link").symlink_to(outside)
     (folder / "alias").symlink_to(folder / "a")
     assert list(runs.found()) == ["a", "alias", "b"]
-    assert any(note.startswith("link leads out of") for note in runs.notes())
+    assert any(note.startswith("link leads out of") for note in runs.overview()["notes"])
 
 
 def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, runs):

@@ -14,6 +14,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 MEMORY = "1GiB"
 """Most memory that a query may use."""
-_CHUNK = 10_000
+_CHUNK = 1_000
 """Rows that are inserted at once."""
 COUNTED, COUNTING = 100_000, 2.0
 """Most rows that are counted beyond those that are wanted, and seconds for it."""
@@ -307,14 +308,17 @@ class _RunTables:
     def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection, complaints: list[str]) -> None:
         self.path, self.schema, self.parts = path, schema, list[Path]()
         self._database, self._complaints = database, complaints
-        self._metrics = read_lines(path / METRICS, (), complaints)
-        events = read_lines(path / EVENTS, ("run_started", "episode"), complaints)
-        started = next((event for event in events if event.get("kind") == "run_started"), {})
+        self._rounds: list[tuple[int, Mapping[str, str]]] = []  # with the digests of their parts
         database.execute(f"CREATE SCHEMA {schema}")
-        rows, names = _update_rows(self._metrics)
-        self._table(ROUNDS.name, ROUNDS.types, round_rows(self._metrics))
-        self._table("updates", {"round": "INTEGER", **dict.fromkeys(names, "DOUBLE")}, rows)
-        self._table(EPISODES.name, EPISODES.types, _episode_rows(events, started.get("host_params")))
+        self._table(ROUNDS.name, ROUNDS.types, ())
+        self._updates = {"round": "INTEGER"}
+        self._table("updates", self._updates, ())
+        for lines in _chunks(lines_of(path / METRICS, (), complaints)):
+            self._add_rounds(lines)
+        events = lines_of(path / EVENTS, ("run_started", "episode"), complaints)
+        first = next(events, {})
+        started = first if first.get("kind") == "run_started" else {}
+        self._table(EPISODES.name, EPISODES.types, _episode_rows(chain([first], events), started.get("host_params")))
         self._table(RUNS.name, RUNS.types, [self._run_row(started)])
         evaluations = [
             row
@@ -328,6 +332,17 @@ class _RunTables:
         database.execute(f"CREATE VIEW {schema}.seeds AS {_SEEDS.format(schema=schema)}")
         self._view(COALITIONS, "part_coalitions", members=_MEMBERS)
         self._table(ANOMALIES.name, ANOMALIES.types, ())
+
+    def _add_rounds(self, lines: Sequence[Line]) -> None:
+        """Rows of rounds and updates; the latter get a column for each metric that is new."""
+        self._rounds += [(int(line.get("round") or 0), line.get("record") or {}) for line in lines]
+        _insert_rows(self._database, f"{self.schema}.{ROUNDS.name}", ROUNDS.types, round_rows(lines))
+        rows, names = _update_rows(lines)
+        for name in names:
+            if name not in self._updates:
+                self._updates[name] = "DOUBLE"
+                self._database.execute(f"ALTER TABLE {self.schema}.updates ADD COLUMN {identifier(name)} DOUBLE")
+        _insert_rows(self._database, f"{self.schema}.updates", self._updates, rows)
 
     def _part_view(self, kind: str) -> list[str]:
         """The view `part_KIND` over all parts that can be read; returns its columns."""
@@ -351,9 +366,8 @@ class _RunTables:
             self._complaints.append(f"{folder} is a link or a file and was not read; restore the original folder.")
             return []
         files, number, faults = list[Path](), 0, dict[str, list[Path]]()
-        for line in self._metrics:
-            number = int(line.get("round") or 0)
-            for key, digest in (line.get("record") or {}).items():
+        for number, digests in self._rounds:
+            for key, digest in digests.items():
                 of, _, host = str(key).partition("-")
                 if of != kind or not (host or "0").isdecimal():
                     continue
@@ -414,7 +428,7 @@ class _RunTables:
             **{name: config.get(name) for name in ("task", "preset", "seed", "num_envs", "episode_length", "slots")},
             "path": str(self.path.absolute()),
             "reward": started.get("reward") or config.get("custom_reward") or mode,
-            "data": summary.get("data") or json.dumps(started.get("data")) if started else None,
+            "data": summary.get("data") or _data_of(started.get("data")),
             "blueprints": started.get("blueprints"),
             "reward_terms": about.get("terms"),
             "device": started.get("device") or summary.get("device"),
@@ -422,7 +436,7 @@ class _RunTables:
             "commit": (about.get("environment") or {}).get("commit"),
             "started": about.get("started"),
             "finished": bool(summary),
-            "rounds": len(self._metrics),
+            "rounds": len(self._rounds),
             "host_params": started.get("host_params"),
             "config": config,
             "environment": about.get("environment"),
@@ -439,15 +453,23 @@ class _RunTables:
 def _insert_rows(
     database: duckdb.DuckDBPyConnection, table: str, types: Mapping[str, str], rows: Iterable[Row]
 ) -> None:
-    """Insert rows, whose values are those of JSON, into a table with columns of these types."""
-    structure = json.dumps(
-        [{name: [kind.removesuffix("[]")] if kind.endswith("[]") else kind for name, kind in types.items()}]
-    )
-    wanted = [{name: row.get(name) for name in types} for row in rows]
-    for begin in range(0, len(wanted), _CHUNK):
-        text = json.dumps(wanted[begin : begin + _CHUNK])
-        query = f"INSERT INTO {table} SELECT unnest(from_json($1::JSON, $2), max_depth := 2)"
-        database.execute(query, [text, structure])
+    """Insert rows, whose values are those of JSON, into a table with columns of these types.
+
+    They are sent column by column, whose names are then read once and not in every row: a seventh of the time.
+    """
+    structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
+    values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
+    query = f"INSERT INTO {table} SELECT {values} FROM (SELECT from_json($1::JSON, $2) AS found)"
+    for chunk in _chunks(rows):
+        columns = {name: [row.get(name) for row in chunk] for name in types}
+        database.execute(query, [json.dumps(columns), structure])
+
+
+def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:
+    """At most `_CHUNK` rows at once, so that a file of any length takes little memory."""
+    rows = iter(rows)
+    while chunk := list(islice(rows, _CHUNK)):
+        yield chunk
 
 
 _MEMBERS = "CASE WHEN members = '' THEN []::VARCHAR[] ELSE string_split(members, '+') END"
@@ -474,6 +496,14 @@ def _damaged(where: str, error: Exception) -> RunDirectoryError:
         f"the record of {where} cannot be read ({_first_line(error)}); one of its files is damaged: restore it from a "
         "backup."
     )
+
+
+def _data_of(identity: object) -> str | None:
+    """The data set of the first event, in the words of the summary."""
+    if not isinstance(identity, dict):
+        return None
+    name, copy = identity.get("name", "none"), identity.get("copy")
+    return f"{name} ({copy})" if copy else str(name)
 
 
 def _first_line(error: Exception) -> str:
@@ -524,33 +554,38 @@ _NO_METRIC = {*_ROUND_KEYS.values(), *ROUNDS.types, "ops", "slots", "record", "p
 
 
 def read_lines(path: Path, kinds: Sequence[str], complaints: list[str]) -> list[Row]:
+    """All of `lines_of`."""
+    return list(lines_of(path, kinds, complaints))
+
+
+def lines_of(path: Path, kinds: Sequence[str], complaints: list[str]) -> Iterator[Row]:
     """The lines of a file in order; with `kinds`, those of these kinds. A link or other non-file is refused.
 
-    A line that is damaged, such as the last one of a killed run, is left out and counted.
+    A line that is damaged is left out and counted. So is a last line without its end, but nothing is said of it: a run
+    that trains is writing it, and where the run was killed a resume writes it again.
     """
     mode = mode_of(path)
     if not mode:
-        return []
+        return
     if not stat.S_ISREG(mode):
         complaints.append(f"{path} is not a regular file and was not read; restore the original.")
-        return []
+        return
     starts = tuple(f'{{"kind": "{kind}"' for kind in kinds)
-    found, damaged = [], 0
+    damaged = 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if kinds and not line.startswith(starts):
+            if not line.endswith("\n") or (kinds and not line.startswith(starts)):
                 continue
             try:
                 value = json_of(line)
             except ValueError:
                 value = None
             if isinstance(value, dict):
-                found.append(value)
+                yield value
             else:
                 damaged += 1
     if damaged:
-        complaints.append(f"{path} has {damaged} damaged lines, which were left out (a run was killed writing one).")
-    return found
+        complaints.append(f"{path} has {damaged} damaged lines, which were left out; restore it from a backup.")
 
 
 def round_rows(lines: Sequence[Line]) -> Iterator[Row]:
@@ -580,7 +615,7 @@ def _update_rows(lines: Sequence[Line]) -> tuple[list[Row], list[str]]:
     return rows, list(names)
 
 
-def _episode_rows(events: Sequence[Line], host_params: int | None) -> Iterator[Row]:
+def _episode_rows(events: Iterable[Line], host_params: int | None) -> Iterator[Row]:
     """Rows of `episodes` from events.jsonl."""
     names = list(EPISODES.types)
     for event in events:

@@ -206,7 +206,7 @@ RUNS = Table(
     (
         Column("path", "VARCHAR", "", "the run directory"),
         Column("task", "VARCHAR", "", "task"),
-        Column("data", "VARCHAR", "", "data set, as JSON"),
+        Column("data", "VARCHAR", "", "data set"),
         Column("preset", "VARCHAR", "", "preset"),
         Column("reward", "VARCHAR", "", "reward"),
         Column("seed", "INTEGER", "", "seed of the run"),

@@ -17,7 +17,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -62,7 +61,7 @@ def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[P
     figure = Figure(figsize=(13.0, 13.0), facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(3, 2, height_ratios=(1, 1, 1.25), hspace=0.42, wspace=0.14,
-                               left=0.08, right=0.965, top=0.895, bottom=0.04)  # fmt: skip
+                               left=0.08, right=0.965, top=0.875, bottom=0.04)  # fmt: skip
     sizes = f"{run['num_envs']} hosts × {run['episode_length']} steps × {run['cost']['rounds']} rounds"
     figure.suptitle("Networks that grow while they train", x=0.08, y=0.975, ha="left", fontsize=17, color=INK,
                     fontweight="bold")  # fmt: skip
@@ -115,10 +114,26 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
-def _line(ax: Axes, curves: Payload, name: str, color: str, *, band: bool = True, lift: float = 0.0) -> None:
+def _banded(curves: Payload, name: str) -> list[tuple[float, ...]]:
+    """Mean and quartiles of the rounds in which they are known."""
+    columns = (curves[name], curves[f"{name}_low"], curves[f"{name}_high"])
+    return [row for row in zip(*columns, strict=True) if None not in row]
+
+
+def _line(
+    ax: Axes, curves: Payload, name: str, color: str, *, style: str = "-", band: bool = True, lift: float = 0.0
+) -> None:
     """A column over the rounds with its quartiles, and its last value as a label, `lift` points above."""
     rounds, values = curves["round"], _numbers(curves[name])
-    ax.plot(rounds, values, color=color, linewidth=2.2, marker="o", markersize=4.5 if len(rounds) <= 30 else 0)
+    ax.plot(
+        rounds,
+        values,
+        color=color,
+        linestyle=style,
+        linewidth=2.2,
+        marker="o",
+        markersize=4.5 if len(rounds) <= 30 else 0,
+    )
     if band:
         low, high = _numbers(curves[f"{name}_low"]), _numbers(curves[f"{name}_high"])
         ax.fill_between(rounds, low, high, color=color, alpha=0.15, linewidth=0)
@@ -134,17 +149,18 @@ def _objective(ax: Axes, curves: Payload) -> None:
 
 def _accuracy(ax: Axes, curves: Payload) -> None:
     dress(ax, "Accuracy", "validation, % at the end of each round")
-    lines = {"live": (BLUE, "live: with all seeds"), "committed": (RED, "committed: with fossilized seeds only")}
+    lines = {"committed": (BLUE, "-", "kept network"), "live": (RED, ":", "with all seeds")}
     highest = max(lines, key=lambda name: curves[name][-1] or 0.0)
-    for name, (color, _) in lines.items():
-        _line(ax, curves, name, color, band=False, lift=6.0 if name == highest else -6.0)
-    handles = [Line2D([], [], color=color, linewidth=2.2) for color, _ in lines.values()]
-    ax.legend(handles, [label for _, label in lines.values()], loc="lower right", frameon=False, fontsize=9,
+    for name, (color, style, _) in lines.items():
+        _line(ax, curves, name, color, style=style, band=False, lift=6.0 if name == highest else -6.0)
+    ax.legend(ax.get_lines(), [label for *_, label in lines.values()], loc="lower right", frameon=False, fontsize=9,
               labelcolor=INK)  # fmt: skip
 
 
 def _growth(ax: Axes, curves: Payload) -> None:
-    dress(ax, "Growth", "(host + fossilized parameters) / host parameters; mean and quartiles")
+    outside = any(not low <= mean <= high for mean, low, high in _banded(curves, "growth"))
+    note = "; few hosts move the mean out" * outside
+    dress(ax, "Growth", f"parameters that are kept / those of the host; mean and quartiles{note}")
     _line(ax, curves, "growth", VIOLET)
     ax.set_ylim(bottom=1.0)
 
@@ -176,7 +192,7 @@ def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
 
 
 def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:
-    hosts = newest["hosts"][:HOSTS_SHOWN]
+    hosts = sorted(newest["hosts"], key=lambda host: not host["fossilized"])[:HOSTS_SHOWN]  # first those that grew
     note = (
         f"round {newest['round']}, slots of {len(hosts)} of the {newest['total']} hosts; colour: stage, height: alpha"
     )

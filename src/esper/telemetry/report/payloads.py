@@ -561,13 +561,16 @@ def payload(record: Record, name: str) -> object:
 
 
 def rounded(value: object) -> object:
-    """`value` as JSON values, with floats of six significant digits, which are shorter by half."""
+    """`value` as JSON values, with floats of six significant digits, which are shorter by half.
+
+    Digits before the point stay: times and sums have more of them.
+    """
     return plain_json(_rounded(value))
 
 
 def _rounded(value: object) -> object:
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.6g}") if abs(value) < 1e6 else value  # NaN and infinity stay too
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from esper.leyline.errors import EsperError
 from esper.telemetry.report.page import asset as report_asset
-from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, encoded
+from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names by which every browser reaches its own machine."""
@@ -157,7 +157,7 @@ class _Server:
 
     async def overview(self, request: Request) -> Response:
         del request
-        return _json(await run_in_threadpool(lambda: encoded(self._runs.overview())))
+        return _json(await run_in_threadpool(self._runs.overview_json))
 
     async def payload(self, request: Request) -> Response:
         name, query = request.path_params["name"], request.query_params
@@ -188,8 +188,8 @@ async def changes(
         ends: whether to stop.
     """
 
-    def look() -> Mapping[str, str]:
-        return {name: version for name, version in runs.versions().items() if not names or name in names}
+    def look() -> Mapping[str, object]:
+        return runs.versions(names)
 
     known = await run_in_threadpool(look)
     yield _event("ready", sorted(known))

@@ -25,7 +25,8 @@ from esper.telemetry.record.schema import TABLES
 from esper.telemetry.report.payloads import evaluation, rounded
 from esper.telemetry.report.payloads import runs as described
 from esper.telemetry.serve import queries
-from esper.telemetry.serve.runs import DAMAGED, Runs, host
+from esper.telemetry.serve.overview import DAMAGED
+from esper.telemetry.serve.runs import Runs, host
 
 RUNS, POINTS, ROWS, LINES = 100, 20, 200, 30
 """Most runs of a list, points of a curve, rows of a query, and lines of any other list."""

@@ -17,7 +17,7 @@ from typing import Any
 from esper.leyline.errors import EsperError, QueryError
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.payloads import rounded
-from esper.telemetry.serve.runs import DAMAGED
+from esper.telemetry.serve.overview import DAMAGED
 
 SECONDS = 20.0
 """That a query may take, with opening the record."""

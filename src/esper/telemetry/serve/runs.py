@@ -6,34 +6,32 @@ DIR/*           the run directories in a folder, by name; links that lead out of
 Requests name runs, never paths. Nothing is written.
 """
 
-import json
+import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn, final
-
-import duckdb
+from typing import NoReturn, final
 
 from esper.leyline.errors import QueryError, RunDirectoryError, command
-from esper.leyline.files import read_toml
 from esper.leyline.lifecycle import LifecycleOp
-from esper.telemetry.record.reader import Record, evaluation_files, open_record, read_lines, round_rows
-from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounded, rounds_of, segments, waterfall
+from esper.telemetry.record.reader import Record, evaluation_files, open_record
+from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounds_of, segments, waterfall
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
+from esper.telemetry.serve.overview import Row, encoded, state_of, state_of_row
 
 OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
 ANSWERS = 200
 """Most answers that are kept for a record."""
-
-
-DAMAGED = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, duckdb.Error)
-"""What reading a run may raise: files may be removed meanwhile, and values of damaged ones are of any type."""
+PATIENCE = 0.5
+"""Seconds for which an answer waits for what has not been read of the runs."""
 
 
 class UnknownRunError(RunDirectoryError):
@@ -42,11 +40,20 @@ class UnknownRunError(RunDirectoryError):
 
 @dataclass
 class _Opened:
-    """A record, the state of the files that it was read from, and what was computed from it."""
+    """A record, the state of the files that it was read from, and what was computed from it.
 
-    version: str
-    record: Record
+    A thread that uses it holds its lock, so that other records can be used meanwhile.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    version: str = ""
+    record: Record | None = None
     answers: dict[str, bytes] = field(default_factory=dict)
+
+    def close(self) -> None:
+        if self.record is not None:
+            self.record.close()
+        self.version, self.record, self.answers = "", None, {}
 
 
 @final
@@ -67,9 +74,11 @@ class Runs:
             found = "is not a folder" if path.exists() else "does not exist"
             raise RunDirectoryError(f"{path} {found}; name a run directory, or a folder of run directories.")
         self.root = path.resolve()
-        self._lock = threading.Lock()  # records are read and closed by one thread at a time
+        self._lock = threading.Lock()  # of `_opened`
         self._opened: dict[tuple[str, ...], _Opened] = {}
-        self._rows: dict[str, tuple[str, Payload]] = {}  # of the overview, with the state of the files
+        self._looking = threading.Lock()  # of what follows
+        self._rows: dict[str, Row] = {}
+        self._looks, self._overview = 0, b""
 
     @property
     def is_single(self) -> bool:
@@ -80,9 +89,8 @@ class Runs:
         """The run directories by name."""
         return self._look()[0]
 
-    def notes(self) -> list[str]:
+    def _notes(self, found: Mapping[str, Path], outside: list[str]) -> list[str]:
         """Sentences about what is not shown."""
-        found, outside = self._look()
         notes = [f"{name} leads out of {self.root} and is not shown; serve the folder it leads to." for name in outside]
         if not found:
             notes.append(
@@ -95,12 +103,14 @@ class Runs:
         if self.is_single:
             return {self.root.name: self.root}, []
         try:
-            entries = sorted(path for path in self.root.iterdir() if not path.name.startswith("."))
+            with os.scandir(self.root) as entries:
+                links = {entry.name: entry.is_symlink() for entry in entries if not entry.name.startswith(".")}
         except OSError:  # removed while it is served
             return {}, []
-        runs = [path for path in entries if (path / CONFIG).is_file()]
-        inside = {path.name: path for path in runs if path.resolve().is_relative_to(self.root)}
-        return inside, [path.name for path in runs if path.name not in inside]
+        runs = [name for name in sorted(links) if os.path.isfile(f"{self.root}/{name}/{CONFIG}")]
+        paths = {name: self.root / name for name in runs}
+        inside = {n: p for n, p in paths.items() if not links[n] or p.resolve().is_relative_to(self.root)}
+        return inside, [name for name in runs if name not in inside]
 
     def path_of(self, name: str) -> Path:
         """The directory of a run; raises UnknownRunError."""
@@ -109,9 +119,12 @@ class Runs:
             raise UnknownRunError(f"there is no run {name!r} here; the list of runs has those that there are.")
         return found[name]
 
-    def versions(self) -> dict[str, str]:
-        """A text for each run that changes when its files do."""
-        return {name: version_of(path) for name, path in self.found().items()}
+    def versions(self, names: Collection[str] = ()) -> dict[str, object]:
+        """For each run, or each of these, what changes when its files do; of all runs, those of the overview."""
+        found = self.found()
+        if names:
+            return {name: version_of(found[name]) for name in names if name in found}
+        return {name: state_of_row(path) for name, path in found.items()}
 
     def answer(self, names: tuple[str, ...], key: str, make: Callable[[Record], object]) -> bytes:
         """The JSON of `make(record)` of these runs; computed once for each `key` and state of the files.
@@ -120,45 +133,65 @@ class Runs:
             UnknownRunError: a name is not that of a run.
             EsperError: what `make` raises.
         """
-        with self._lock:
-            opened = self._open(names)
+        paths = [self.path_of(name) for name in names]
+        opened = self._kept(names)
+        with opened.lock:
+            version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
+            if opened.record is None or opened.version != version:
+                opened.close()
+                opened.version, opened.record = version, open_record(paths)
             if key not in opened.answers:
                 if len(opened.answers) >= ANSWERS:
                     opened.answers.clear()
                 opened.answers[key] = encoded(make(opened.record))
             return opened.answers[key]
 
-    def _open(self, names: tuple[str, ...]) -> _Opened:
-        """The record of these runs as they are now."""
-        paths = [self.path_of(name) for name in names]
-        version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
-        kept = self._opened.pop(names, None)
-        if kept is None or kept.version != version:
-            if kept is not None:
-                kept.record.close()
-            kept = _Opened(version, open_record(paths))
-        self._opened[names] = kept
-        while len(self._opened) > OPEN:
-            self._opened.pop(next(iter(self._opened))).record.close()
+    def _kept(self, names: tuple[str, ...]) -> _Opened:
+        """What is known of these runs; closes records that were not used for long."""
+        with self._lock:
+            kept = self._opened.pop(names) if names in self._opened else _Opened()
+            self._opened[names] = kept  # the newest at the end
+            for other in list(self._opened)[:-OPEN]:
+                if (left := self._opened[other]).lock.acquire(blocking=False):  # else it is in use
+                    left.close()
+                    left.lock.release()
+                    del self._opened[other]
         return kept
 
     def overview(self) -> Payload:
-        """A row for each run, and sentences about what is missing.
+        """A row for each run, and sentences about what is missing."""
+        with self._looking:
+            _, notes = self._look_at_rows(inf)
+            return {"runs": [row.shown for row in self._rows.values()], "notes": notes}
 
-        A row is computed again when the files of its run have changed.
-        """
-        rows = {}
-        for name, path in self.found().items():
-            version, kept = version_of(path), self._rows.get(name)
-            rows[name] = kept if kept and kept[0] == version else (version, _row_of_any(path))
-        self._rows = rows
-        return {"runs": [{"run": name, **row} for name, (_, row) in rows.items()], "notes": self.notes()}
+    def overview_json(self) -> bytes:
+        """The overview with what can be read in `PATIENCE` seconds; `reading` runs are left to the next question."""
+        asked = self._looks
+        with self._looking:
+            if self._looks == asked:  # else a look began after the question, whose answer is as good
+                self._looks += 1
+                reading, notes = self._look_at_rows(PATIENCE)
+                rows = b",".join(row.text for row in self._rows.values())
+                self._overview = b'{"runs":[%b],"notes":%b,"reading":%d}' % (rows, encoded(notes), reading)
+            return self._overview
+
+    def _look_at_rows(self, seconds: float) -> tuple[int, list[str]]:
+        """Read what is new for so many seconds; how many runs are not read to their ends, and what is not shown."""
+        until, (found, outside) = time.monotonic() + seconds, self._look()
+        self._rows = {name: self._rows.get(name) or Row(name, path) for name, path in found.items()}
+        for row in self._rows.values():
+            row.look()
+        for row in self._rows.values():
+            row.read_on(until)
+        return sum(row.behind > 0 for row in self._rows.values()), self._notes(found, outside)
 
     def close(self) -> None:
         """Close all records."""
         with self._lock:
             while self._opened:
-                self._opened.popitem()[1].record.close()
+                opened = self._opened.popitem()[1]
+                with opened.lock:
+                    opened.close()
 
     def __enter__(self) -> "Runs":
         return self
@@ -173,78 +206,8 @@ def version_of(run: Path) -> str:
     Events are not looked at, because they grow within a round; they are on disk just after the round's metrics.
     """
     names = (CONFIG, METRICS, SUMMARY, IMPORTANCE, RECORD)
-    states = [_state(path) for path in (*(run / name for name in names), *evaluation_files(run))]
+    states = state_of((*(run / name for name in names), *evaluation_files(run)))
     return blake2b(repr(states).encode(), digest_size=8).hexdigest()
-
-
-def _state(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def encoded(value: object) -> bytes:
-    """`value` as compact JSON."""
-    return json.dumps(rounded(value), separators=(",", ":"), allow_nan=False).encode()
-
-
-POINTS = 120
-"""Most points of a curve in the table."""
-_SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
-_RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
-
-
-def row_of(run: Path) -> Payload:
-    """What the overview says of a run; None where it is not known.
-
-    `curve` has at most `POINTS` values of 100·J, means of neighbouring rounds. `changed` is the time (seconds since
-    1970) of the last round, or of the start.
-    """
-    complaints: list[str] = []
-    config = _config(run / CONFIG, complaints)
-    rounds = list(round_rows(read_lines(run / METRICS, (), complaints)))
-    last: Payload = rounds[-1] if rounds else {}
-    objectives = [row["objective"] for row in rounds if row["objective"] is not None]
-    written = next((path for path in (run / METRICS, run / CONFIG) if path.exists()), None)
-    return {
-        **{name: config.get(name) for name in _SETTINGS},
-        **{name: last.get(name) for name in _RESULTS},
-        "reward": (config.get("reward") or {}).get("mode"),
-        "rounds": config.get("rounds"),
-        "finished": (run / SUMMARY).exists(),
-        "seconds": sum(row["seconds"] or 0.0 for row in rounds),
-        "best": max(objectives, default=None),
-        "curve": thinned(objectives),
-        "changed": written and written.stat().st_mtime,
-        "complaints": complaints,
-    }
-
-
-def _row_of_any(run: Path) -> Payload:
-    """The row of a run, also of a damaged one: the others are shown."""
-    try:
-        return row_of(run)
-    except DAMAGED as error:
-        names = (*_SETTINGS, *_RESULTS, "reward", "rounds", "finished", "seconds", "best", "changed")
-        complaint = f"{run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
-        return {**dict.fromkeys(names), "curve": [], "complaints": [complaint]}
-
-
-def _config(path: Path, complaints: list[str]) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except (OSError, ValueError) as error:
-        complaints.append(f"{path} cannot be read ({error}); restore it from a backup.")
-        return {}
-
-
-def thinned(values: list[float]) -> list[float]:
-    """At most `POINTS` values: means of neighbours."""
-    size = -(-len(values) // POINTS) or 1
-    groups = (values[i : i + size] for i in range(0, len(values), size))
-    return [sum(group) / len(group) for group in groups]
 
 
 Place = Mapping[str, int]
@@ -291,14 +254,14 @@ using (round)"""
 def host(record: Record, place: Place) -> Payload:
     """What happened to a host in a round: everything that the record has about it, by step.
 
-    Without a host, the one with the highest J of the round.
+    Without a host, the one with the highest J of the round among those that grew.
     """
     known, number = _begin(record, place)
     if number is None:
         return known | {"hosts": [], "host": None}
     of_round = record.query(_OF_ROUND, (known["run"], number)) or _missing(known)
     known["hosts"] = [row["host"] for row in of_round]
-    best = max(of_round, key=lambda row: -1e9 if row["objective"] is None else row["objective"])
+    best = max(of_round, key=lambda row: (bool(row["fossilized"]), -1e9 if (j := row["objective"]) is None else j))
     chosen = place.get("host", best["host"])
     result = next((row for row in of_round if row["host"] == chosen), None)
     if result is None:

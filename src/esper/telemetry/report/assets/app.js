@@ -24,13 +24,15 @@ function tile(value, label, main) {
 }
 
 function tiles(run, evaluated) {
-  const last = run.last, trained = evaluated.find((row) => row.kind === "trained"), constant = evaluated.find((row) => row.kind === "constant");
+  const last = run.last, best = run.summary.best_host, trained = evaluated.find((row) => row.kind === "trained"), constant = evaluated.find((row) => row.kind === "constant");
   return el("div", { class: "tiles" }, present(
     last && tile(number(last.objective), `100·J of round ${last.round}: mean, ± ${number(last.objective_std)} standard deviation over ${run.num_envs} training hosts`, !trained),
     trained && tile(plusMinus(trained.objective, trained.objective_half), `100·J on ${trained.hosts} new hosts, with 95 % interval`, true),
     constant && tile(plusMinus(constant.objective, constant.objective_half), `100·J of the best constant schedule, ${constant.controller}, on the same hosts`),
     run.learned && tile(`${number(run.learned.first, 1)} → ${number(run.learned.last, 1)}`, `100·J, first to last ${run.learned.rounds === 1 ? "round" : `${run.learned.rounds} rounds`}`),
-    last && tile(`${number(last.committed, 1)} %`, `accuracy of the network that is kept (all seeds: ${number(last.live, 1)} %)`),
+    last && tile(`${number(last.committed, 1)} %`, `validation accuracy of the network that is kept (all seeds: ${number(last.live, 1)} %)`),
+    run.finished && tile(`${number(run.summary.final_test_accuracy_mean, 1)} %`, "test accuracy of the network that is kept"),
+    best && tile(number(best.objective), `100·J of the best host of all rounds: host ${best.host} of round ${best.round}; validation ${number(best.val, 1)} %, test ${number(best.test, 1)} %, growth ${number(best.growth)}×`),
     last && tile(`${number(last.growth, 1)}×`, "parameters of the network that is kept, host = 1"),
     tile(duration(run.cost.seconds), `for ${run.cost.rounds} rounds of ${run.num_envs} hosts × ${run.episode_length} steps${last ? `, ${number(last.env_steps_per_s, 0)} env-steps/s` : ""}`),
     tile(count(run.cost.rollbacks ?? 0), "rollbacks of hosts"),
@@ -43,7 +45,7 @@ function summary({ runs, evaluation, anomalies, differences }) {
   const verdicts = evaluation.flatMap(({ task, sources }) => sources.filter((source) => source.verdict).map((source) => el("p", { class: "verdict" },
     el("strong", {}, `${many ? `${source.run}, e` : "E"}valuation${evaluation.length > 1 ? ` on ${task}` : ""}: `), source.verdict)));
   const evaluated = (run) => (evaluation.find(({ task }) => task === run.task)?.rows ?? []).filter((row) => row.run === run.run);
-  const unfinished = runs.filter((run) => !run.finished).map((run) => el("p", { class: "finding" }, `${run.run} is not finished: ${run.cost.rounds} complete rounds${run.config.rounds ? ` of ${run.config.rounds}` : ""}.`));
+  const unfinished = runs.filter((run) => !run.finished).map((run) => el("p", { class: "verdict" }, `${run.run} is not finished: ${run.cost.rounds} complete rounds${run.config.rounds ? ` of ${run.config.rounds}` : ""}.`));
   return present(
     many ? comparison(runs, evaluated) : runs.map((run) => tiles(run, evaluated(run))),
     verdicts, unfinished,
@@ -89,16 +91,16 @@ function curveSection({ runs, curves }) {
   const inside = (row) => row.x !== null && (!shown.domain || (row.x >= shown.domain[0] && row.x <= shown.domain[1]));
   const chart = (title, note, column, extra = []) => lines({
     title, note, xLabel: shown.axis, xDomain: shown.domain,
-    series: [[column, "none"], ...extra].flatMap(([name, dash], kind) => names.map((run, i) => ({
-      name: [label(run), extra.length ? { committed: "kept network", live: "with all seeds" }[name] : ""].filter(Boolean).join(" ") || title,
-      ...style(names.length > 1 ? i : kind), ...(kind ? { dash } : {}),
+    series: [column, ...extra].flatMap((name, kind) => names.map((run, i) => ({
+      ...NETWORKS[kind], ...(names.length > 1 ? { ...style(i), ...(kind ? { dash: NETWORKS[kind].dash } : {}) } : {}),
+      name: [label(run), extra.length ? NETWORKS[kind].name : ""].filter(Boolean).join(" ") || title,
       rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), shown.span).map((row, k) => ({ ...row, x: xs(run)[k] })).filter(inside),
     }))),
   });
   const make = () => {
     const grid = el("div", { class: "grid zoomable" }, present(
-      chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth. Band: quartiles of the hosts.", "objective"),
-      chart("Accuracy", "Validation, %, at the end of each round.", "committed", [["live", "2 3"]]),
+      chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth.", "objective"),
+      chart("Accuracy", "Validation, %, at the end of each round.", "committed", ["live"]),
       chart("Growth", "Parameters of the network that is kept / those of the host.", "growth"),
       chart("Return", "Sum of the rewards of an episode; it trains the controller and does not rank it.", "shaped_return"),
     ));
@@ -127,7 +129,7 @@ function hostSection({ runs, hosts }) {
   const options = runs.flatMap((run) => hosts[run.run].map((round, i) => [`${run.run}\n${i}`, `${runs.length > 1 ? `${run.run}, ` : ""}round ${round.round} (${round.label})`]));
   if (!options.length) return say("No round is complete yet.");
   const find = ({ round }) => { const [run, i] = round.split("\n"); return [runs.find((r) => r.run === run), hosts[run][Number(i)]]; };
-  const best = (round) => round.hosts.reduce((top, host, i) => (host.objective > round.hosts[top].objective ? i : top), 0);
+  const best = (round) => d3.greatestIndex(round.hosts, (a, b) => d3.ascending(a.fossilized > 0, b.fossilized > 0) || d3.ascending(a.objective ?? -Infinity, b.objective ?? -Infinity));  // of those that grew
   const state = { round: options[0][0], host: best(hosts[options[0][0].split("\n")[0]][0]) };
   const make = (state) => {
     const [run, round] = find(state);
@@ -154,13 +156,15 @@ function hostSection({ runs, hosts }) {
 const SEED_COLUMNS = [["slot", (s) => s.slot, true], ["blueprint", (s) => s.blueprint ?? "–", true], ["germinated in step", (s) => count(s.germinated_t)], ["fossilized", (s) => count(s.fossilized_t)],
   ["pruned", (s) => count(s.pruned_t)], ["parameters", (s) => count(s.params)], ["contribution", (s) => signed(s.contribution)]];
 
+/** What the task says of a host, in words. */
+const instanceOf = ({ instance }) => (instance && instance !== "null" ? ` Task instance: ${flat(JSON.parse(instance)).map(([name, value]) => `${words(name)} ${value}`).join(", ")}.` : "");
+
 function hostView(run, round, host) {
-  const series = [["val_acc", "with all seeds", 0], ["committed_acc", "kept network", 1]].map(([column, name, i]) => ({
-    name, ...style(i), dash: DASHES[i], rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
+  const series = NETWORKS.map((one) => ({ ...one, rows: host.steps.t.map((x, k) => ({ x, y: host.steps[one.ofStep][k] })) }));
   const blueprints = new Map(host.segments.map((s) => [s.slot, s.blueprint]));
   const results = `100·J ${number(host.objective)}, kept network ${number(host.committed)} %, growth ${number(host.growth)}×; ${host.germinated} germinated, ${host.fossilized} fossilized, ${host.pruned} pruned, ${host.rollbacks} rolled back.`;
   return present(
-    el("p", {}, el("strong", {}, `Host ${host.host}: `), results, host.instance && host.instance !== "null" ? ` Task instance: ${host.instance}` : ""),
+    el("p", {}, el("strong", {}, `Host ${host.host}: `), results, instanceOf(host)),
     lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", domain: undefined, marginLeft: 60, height: 190 }),
     host.segments.length ? lanes({ host, slots: run.slots, length: run.episode_length })
       : host.seeds.length ? table(SEED_COLUMNS, host.seeds, "Seeds") : say("No seed germinated in this episode."),

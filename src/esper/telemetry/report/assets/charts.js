@@ -7,6 +7,9 @@ const SERIES = [C.blue, C.vermillion, C.green, C.purple, C.orange, C.sky];
 const DASHES = ["none", "7 3", "2 3", "9 3 2 3"];
 const STAGES = { GERMINATED: C.yellow, TRAINING: C.orange, BLENDING: C.sky, HOLDING: C.purple, FOSSILIZED: C.blue };
 const OPERATIONS = { germinate: C.green, set_alpha_target: C.sky, fossilize: C.blue, advance: C.purple, prune: C.vermillion, wait: C.grey };
+// Both networks of a host look the same in every chart: the one that is kept is drawn first, so that the dashes show where they are equal.
+const NETWORKS = [["committed", "committed_acc", "kept network", C.blue, "none"], ["live", "val_acc", "with all seeds", C.vermillion, "3 3"]]
+  .map(([ofRound, ofStep, name, color, dash]) => ({ ofRound, ofStep, name, color, dash }));
 const MARGIN = { marginLeft: 46, marginRight: 14, marginTop: 14, marginBottom: 34 };
 
 const style = (index) => ({ color: SERIES[index % SERIES.length], dash: DASHES[Math.floor(index / SERIES.length) % DASHES.length] });
@@ -50,6 +53,9 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
   const known = all.filter((row) => row.y !== null && row.y !== undefined);
+  const banded = known.filter((row) => row.low != null), tall = d3.extent([...known.map((row) => row.y), ...banded.flatMap((row) => [row.low, row.high])]);
+  const room = tall[1] - tall[0] || Math.abs(tall[1]) || 1;
+  const [near, far] = [true, false].map((is) => limits.filter(({ value }) => (value >= tall[0] - room && value <= tall[1] + room) === is));  // a far one would make the curve flat
   const [low, high] = xDomain ?? d3.extent(all, (row) => row.x), whole = all.every((row) => Number.isInteger(row.x)) && high - low < 1e6;
   const draw = (width) => plot(width, {
     height, marginLeft,
@@ -58,15 +64,17 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
     y: { label: null, grid: true, domain, nice: !domain, ticks: 5, type: log && known.every((row) => row.y > 0) ? "log" : "linear", tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
-      ...limits.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),
+      ...near.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),
       ...shown.map((one) => Plot.lineY(one.rows, { x: "x", y: "y", stroke: one.color, strokeWidth: 2, strokeDasharray: one.dash })),
-      ...shown.filter((one) => one.rows.length <= 30).map((one) => Plot.dot(one.rows, { x: "x", y: "y", fill: one.color, r: 3 })),
+      ...shown.filter((one) => one.rows.length <= 12).map((one) => Plot.dot(one.rows, { x: "x", y: "y", fill: one.color, r: 3 })),
       Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\nquartiles ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
     ],
   });
   const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(low != null ? { low, high } : {}) }));
-  const dashed = limits.map((limit) => limit.label).join(", ");
-  return figure({ title, note: [note, dashed && `Dashed: ${dashed}.`].filter(Boolean).join(" "), rows, draw, key: legend ?? (shown.length > 1 ? keys(shown) : null) });
+  const listed = (some) => some.map((limit) => limit.label).join(", ");
+  const outside = banded.some((row) => row.y < row.low || row.y > row.high);
+  const notes = [note, banded.length && "Band: quartiles of the hosts.", near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
+  return figure({ title, note: notes.filter(Boolean).join(" "), rows, draw, key: legend ?? (shown.length > 1 ? keys(shown) : null) });
 }
 
 /** Rows of {x, part, value} stacked on each x, positive parts up and negative ones down. */
@@ -88,7 +96,7 @@ function bars({ title, note, rows, colors, xLabel, unit = "", percent = false, l
   const boxes = stacked(d3.sort(rows, (row) => order.indexOf(row.part)), step * 0.92);
   const draw = (width) => plot(width, {
     marginLeft,
-    x: { label: xLabel, ticks: wholeTicks(xs[0], xs.at(-1), width), domain: xDomain ?? [xs[0] - step / 2, xs.at(-1) + step / 2] },
+    x: { label: xLabel, ticks: wholeTicks(xs[0], xs.at(-1), width), tickFormat: xs.at(-1) > 1e4 ? "~s" : String, domain: xDomain ?? [xs[0] - step / 2, xs.at(-1) + step / 2] },
     y: { label: null, grid: true, ticks: 5, percent, tickFormat: percent ? (value) => `${value} %` : undefined, nice: true, domain: top && [0, 100 * top] },
     color: { domain: order, range: order.map((name) => colors[name]) },
     marks: [

@@ -43,7 +43,7 @@ function duration(seconds) {
 function table(columns, rows, caption) {
   const head = el("tr", {}, columns.map(([name, , text]) => el("th", { scope: "col", class: text ? "text" : null }, name)));
   const body = rows.map((row) => el("tr", {}, columns.map(([, value, text]) => el("td", { class: text ? "text" : null }, value(row)))));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+  return el("div", { class: rows.length > 60 ? "scroll" : "scroll tall", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
 }
 

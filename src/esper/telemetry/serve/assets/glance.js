@@ -54,7 +54,7 @@ function miniature(host, { length, slots }, [low, high]) {
   const height = ACCURACY_HEIGHT + LANE * slots.length, bottom = (slot) => ACCURACY_HEIGHT + LANE * (slots.indexOf(slot) + 1) - 1;
   const y = (value) => 2 + (ACCURACY_HEIGHT - 5) * (1 - (value - low) / (high - low || 1));
   const curve = d3.line((row) => row[0], (row) => y(row[1])).defined((row) => row[1] !== null);
-  const path = (column, i) => svg("path", { d: curve(d3.zip(host.steps.t, host.steps[column])) ?? "", fill: "none", stroke: style(i).color, "stroke-width": 1.6, "vector-effect": "non-scaling-stroke", ...(i ? { "stroke-dasharray": "3 2" } : {}) });
+  const path = ({ ofStep, color, dash }) => svg("path", { d: curve(d3.zip(host.steps.t, host.steps[ofStep])) ?? "", fill: "none", stroke: color, "stroke-width": 1.6, "vector-effect": "non-scaling-stroke", "stroke-dasharray": dash });
   const seed = (s) => {
     const color = STAGES[s.stage] ?? C.grey, base = bottom(s.slot), x = s.t - 0.5;
     const weight = `M${x} ${base}` + s.alpha.map((alpha, i) => `V${base - (LANE - 2) * (alpha ?? 0)}H${x + i + 1}`).join("") + `V${base}Z`;
@@ -63,7 +63,7 @@ function miniature(host, { length, slots }, [low, high]) {
   };
   return svg("svg", { viewBox: `0.5 0 ${length} ${height}`, preserveAspectRatio: "none", height, "aria-hidden": "true" },
     slots.map((slot) => svg("rect", { x: 0.5, y: bottom(slot) - LANE + 2, width: length, height: LANE - 2, fill: "currentColor", "fill-opacity": 0.06 })),
-    host.segments.map(seed), path("committed_acc", 1), path("val_acc", 0));
+    host.segments.map(seed), NETWORKS.map(path));
 }
 
 const ORDERS = { host: ["number", (h) => h.host], objective: ["100·J", (h) => -(h.objective ?? -Infinity)], growth: ["growth", (h) => -(h.growth ?? -Infinity)] };

@@ -68,8 +68,10 @@ function overviewSection({ overview }) {
   const notes = [...overview.notes, ...overview.runs.flatMap((run) => run.complaints)];
   const runs = overview.runs.length ? sortable(several ? [RUN_COLUMNS[0], box, ...RUN_COLUMNS.slice(1)] : RUN_COLUMNS, overview.runs, "Runs") : null;
   runs?.classList.add("tall");
+  if (overview.reading) ask("now");  // the server answers before it has read all
   return present(notes.map((text) => el("p", { class: "finding" }, text)),
     runs && el("form", { action: "/run" }, runs, several ? el("p", {}, el("button", {}, "Compare the chosen runs")) : null),
+    overview.reading ? say(`${overview.reading} runs are still being read; their curve, best round and time follow.`) : null,
     runs && say("100·J: accuracy of the network that is kept minus the price of its growth; mean and standard deviation over the hosts of the last round. Each curve has its own scale."));
 }
 
@@ -83,7 +85,7 @@ function roundControls(found) {
     el("button", { type: "button", disabled: state.round === null, click: () => go({ round: null }) }, state.round === null ? "following the newest" : "follow the newest")];
 }
 
-const STAGE_KEYS = () => keys([...Object.entries(STAGES).map(([name, color]) => ({ name: words(name), color, fill: true })), { name: "accuracy with all seeds", ...style(0) }, { name: "kept network", ...style(1), dash: "3 2" }]);
+const STAGE_KEYS = () => keys([...Object.entries(STAGES).map(([name, color]) => ({ name: words(name), color, fill: true })), ...NETWORKS.map((one) => ({ ...one, name: `accuracy, ${one.name}` }))]);
 
 function glanceSection({ round }) {
   if (round.round === null) return say("No round is complete yet.");
@@ -95,7 +97,7 @@ function glanceSection({ round }) {
   return present(
     say("Accuracy and seeds of each host through the episode; all on one scale. Colour: stage; filled height: alpha. A host opens its own page."),
     el("div", { class: "controls" }, roundControls(round), order), STAGE_KEYS(),
-    recorded ? null : el("p", { class: "finding" }, "The steps of this round are not in the record: the run was recorded without them, or they are not written yet."),
+    recorded ? null : say("The steps of this round are not in the record: the run was recorded without them, or they are not written yet."),
     glance(round, state.order ?? "host", address), recorded ? slider() : null,
     round.total > round.hosts.length ? say(`${round.total - round.hosts.length} more hosts of this round are left out.`) : null);
 }
@@ -122,14 +124,14 @@ function hostHeading({ host: found }) {
     el("div", { class: "controls" }, roundControls(found), el("label", {}, "Host ", list), move(-1, "previous host", "◀"), move(1, "next host", "▶"),
       el("a", { href: link("/run", { run: found.run, round: state.round, step: state.step }) + "#glance" }, "all hosts")),
     el("p", {}, el("strong", {}, `Host ${found.host}, round ${found.round}: `), `100·J ${number(result.objective)}, kept network ${number(result.committed)} %, growth ${number(result.growth)}×; ${result.germinated} germinated, ${result.fossilized} fossilized, ${result.pruned} pruned, ${result.rollbacks} rolled back.`,
-      result.instance && result.instance !== "null" ? ` Task instance: ${result.instance}` : ""),
+      instanceOf(result)),
   ];
 }
 
 function hostTimeline({ host: found }) {
   if (!found.steps?.length) return say(found.host === null ? "No round is complete yet." : "The steps of this round are not in the record: the run was recorded without them, or they are not written yet.");
   beginScrub(found.length, state.step);
-  const series = [["val_acc", "with all seeds"], ["committed_acc", "kept network"]].map(([column, name], i) => ({ name, ...style(i), dash: DASHES[i], rows: found.steps.map((row) => ({ x: row.t, y: row[column] })) }));
+  const series = NETWORKS.map((one) => ({ ...one, rows: found.steps.map((row) => ({ x: row.t, y: row[one.ofStep] })) }));
   const known = found.decisions.filter((row) => row.p_wait !== null);
   const chances = known.flatMap((row) => Object.keys(OPERATIONS).map((op) => ({ x: row.t, part: op, value: row[`p_${op}`] })));
   const terms = [...new Set(found.rewards.map((row) => row.term))], colors = Object.fromEntries(terms.map((term, i) => [term, [...SERIES, C.yellow, C.grey][i % 8]]));

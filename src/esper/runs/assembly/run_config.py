@@ -63,7 +63,8 @@ class RunConfig:
     """Enabled slots, in action order."""
     batch_train: AtLeast0
     batch_val: AtLeast0
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**62)] = 0
+    """Evaluations add to it."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     data_dir: str = ""

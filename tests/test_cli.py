@@ -390,6 +390,16 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder
 
 
 @pytest.mark.parametrize(
+    "size", [("episode_length=4095", "num_envs=100000"), ("ppo.num_layers=8", "ppo.hidden_width=1024")]
+)
+def test_memory_of_a_policy_and_its_rollout_is_predicted_for_scripted_hosts_too(folder, capfd, monkeypatch, size):
+    monkeypatch.setattr("esper.runs.assembly.assemble.available_bytes", lambda device: 2**30)
+    assert main(["train", "--task", "null", "--out", "run", "--set", *size]) == 2
+    assert re.search(r"num_envs is \d+, which needs about \d+\.\d+ GiB of memory; .*fits?: ", capfd.readouterr().err)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
     ("command", "setting"),
     [
         (["evaluate", "wait_only", "--num-envs"], "num_envs"),

@@ -3,6 +3,11 @@
 import csv
 import io
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,3 +91,62 @@ def test_the_speed_of_a_round_counts_its_update_too(run: Path) -> None:
     assert [row["env_steps_per_s"] for row in found] == pytest.approx(
         [line["env_steps"] / (line["seconds"] + line["update_seconds"]) for line in lines]
     )
+
+
+ENDLESS = ("select * from range(100000000000)", "select length(repeat('x', 2000000000))")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [(), ("--csv",), ("--json",)])
+@pytest.mark.parametrize(
+    "sql", ["with recursive t as (select 1 as n union all select n from t) select max(n) from t", *ENDLESS[1:]]
+)
+def test_a_query_that_does_not_end_is_stopped_by_ctrl_c(run: Path, sql: str, option: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "esper", "query", str(run), sql, *option]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(5)
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(5), process.stderr.read()) == (130, "esper: stopped\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sql", ENDLESS)
+def test_a_query_may_have_a_limit_of_time(run: Path, sql: str) -> None:
+    command = [sys.executable, "-m", "esper", "query", str(run), sql, "--json", "--timeout", "1"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "was ended after 1 seconds" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_who_reads_the_first_rows_of_many_need_not_wait_for_the_others(run: Path) -> None:
+    command = [sys.executable, "-m", "esper", "query", str(run), ENDLESS[0], "--csv"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["range\n", "0\n"]
+        process.stdout.close()
+        assert (process.wait(20), process.stderr.read()) == (0, "")
+
+
+def test_what_a_terminal_would_obey_is_escaped_in_a_table_and_stays_data_in_csv(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql = "select chr(27) || ']0;x' as \"[/b]\", 'a[/x]' as \"\x9b2J\""
+    table = output(capsys, str(run), sql)[1]
+    assert [line.split() for line in table.splitlines()] == [["[/b]", "\\x9b2J"], ["\\x1b]0;x", "a[/x]"]]
+    assert output(capsys, str(run), sql, "--csv")[1] == "[/b],\x9b2J\n\x1b]0;x,a[/x]\n"
+    many = f"select {', '.join(f'chr(27) as c{i}' for i in range(60))}"  # a line for each column
+    assert "\x1b" not in output(capsys, str(run), many)[1]
+    assert len(output(capsys, str(run), "select repeat('x', 100000) as x")[1]) < 11_000
+
+
+def test_many_rows_are_not_held_in_memory_for_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = output(capsys, str(run), "select * from range(100000000000)")[1].splitlines()[-1]
+    assert re.fullmatch(r"at least \d+ more rows; --csv and --json print all\.", last)
+
+
+def test_no_rows_are_an_empty_list_and_a_time_must_be_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, str(run), "select 1 as a where false", "--json")[1] == "[]\n"
+    for wrong in ("0", "-1", "nan", "inf"):
+        code, _, err = output(capsys, str(run), "select 1", "--timeout", wrong)
+        assert (code, f"--timeout is {wrong}" in err) == (2, True)

@@ -105,5 +105,5 @@ def _assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text!r} is not an assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value  # a bare word is a string
+    except ValueError:
+        return name, value  # a bare word is a string, as is a number of too many digits

@@ -1,21 +1,25 @@
 """esper report shows runs as one HTML page, and as figures; esper query answers questions about them."""
 
+import atexit
 import csv
 import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import FilePath, Flag, Number, Plugins, joined, placeholder
-from esper.leyline.errors import ConfigError, EsperError
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, joined, placeholder
+from esper.leyline.errors import ConfigError, EsperError, QueryError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, plain_json
@@ -149,12 +153,14 @@ class Query:
     """Print all rows as CSV."""
     json: Flag = False
     """Print all rows as JSON."""
+    timeout: Annotated[float | None, placeholder("SECONDS")] = None
+    """Seconds after which the query is ended. (no limit)"""
 
 
 def query(command: Query) -> int:
     """Print the answer."""
-    from esper.telemetry.record.reader import open_record
-
+    if command.timeout is not None and not 0 < command.timeout < threading.TIMEOUT_MAX:
+        raise ConfigError(f"--timeout is {command.timeout:g}, expected a number of seconds above 0.")
     if command.csv and command.json:
         raise ConfigError("--csv and --json were both given; choose one.")
     *paths, last = command.runs or ("",)
@@ -164,46 +170,88 @@ def query(command: Query) -> int:
         paths.append(last)
     if not paths:
         raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
-    with open_record([Path(path) for path in paths]) as record:
-        warn(record.complaints)
-        if sql is None:
-            _overview(record)
-        else:
-            _answer(record.query(sql), command)
+    _in_a_thread(lambda: _answer([Path(path) for path in paths], sql, command), command.timeout)
     return 0
 
 
-def _answer(rows: Sequence[Mapping[str, Any]], command: Query) -> None:
-    if command.json:
-        print(json.dumps([plain_json(row) for row in rows], default=str, indent=1))
-    elif command.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        if rows:
-            writer.writerow(rows[0])
-        writer.writerows([_cell(value, exact=True) for value in row.values()] for row in rows)
-    elif rows:
-        from rich.measure import Measurement
+def _in_a_thread(work: Callable[[], None], seconds: float | None) -> None:
+    """Wait for `work`, which DuckDB may keep from ending: within a value it neither looks at signals nor can it stop.
 
-        from esper.runs.evaluation.tables import plain_table
+    Raises:
+        QueryError: it took more `seconds`. KeyboardInterrupt: Ctrl-C; in both cases it goes on until the process ends.
+    """
+    done = Future[None]()
 
-        console, page = RunConsole(), plain_table(*rows[0])
-        for row in rows[:SHOWN]:
-            page.add_row(*map(_cell, row.values()))
-        unlimited = console.options.update(max_width=_WIDEST)
-        if Measurement.get(console, unlimited, page).maximum <= console.width:
-            console.print(page)
-        else:  # too wide for columns that can be read
-            console.say("\n\n".join(map(_lines, rows[:SHOWN])))
-        if len(rows) > SHOWN:
-            RunConsole().say(f"{len(rows) - SHOWN} more rows; --csv and --json print all.")
-    else:
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        done.result(seconds)
+    except (KeyboardInterrupt, TimeoutError) as error:
+        if done.done():
+            raise
+        interrupted = isinstance(error, KeyboardInterrupt)
+        atexit.register(os._exit, EXIT_STOPPED if interrupted else EXIT_ERROR)  # a thread in C++ would abort the exit
+        atexit.register(sys.stderr.flush)  # before that
+        if interrupted:
+            raise
+        raise QueryError(
+            f"the query was ended after {seconds:g} seconds; select fewer rounds, hosts or columns, or allow more with "
+            "--timeout."
+        ) from error
+
+
+def _answer(paths: Sequence[Path], sql: str | None, command: Query) -> None:
+    from esper.telemetry.record.reader import open_record
+
+    with open_record(paths) as record:
+        warn(record.complaints)
+        if sql is None:
+            _overview(record)
+        elif command.json:
+            empty = "[]"
+            for row in record.rows(sql):
+                text = indent(json.dumps(plain_json(row), default=str, indent=1), " ")
+                print("[" if empty else ",", text, sep="\n", end="")
+                empty = ""
+            print(empty or "\n]")
+        elif command.csv:
+            writer, name = csv.writer(sys.stdout, lineterminator="\n"), printable if sys.stdout.isatty() else str
+            for i, row in enumerate(record.rows(sql)):
+                if i == 0:
+                    writer.writerow(map(name, row))
+                writer.writerow(name(_cell(value, exact=True)) for value in row.values())
+        else:
+            _print_table(*record.beginning(sql, SHOWN))
+
+
+def _print_table(rows: Sequence[Mapping[str, Any]], more: int, is_all: bool) -> None:
+    if not rows:
         RunConsole().say("no rows")
+        return
+    from rich.markup import escape
+    from rich.measure import Measurement
 
+    from esper.runs.evaluation.tables import plain_table
 
-def _lines(row: Mapping[str, Any]) -> str:
-    """One row, a line for each column."""
-    width = max(map(len, row))
-    return "\n".join(f"{name:{width}}  {_cell(value)}" for name, value in row.items())
+    shown = [{printable(name): printable(_cell(value)) for name, value in row.items()} for row in rows]
+    console, page = RunConsole(), plain_table(*map(escape, shown[0]))
+    for row in shown:
+        page.add_row(*map(escape, row.values()))
+    unlimited = console.options.update(max_width=_WIDEST)
+    if Measurement.get(console, unlimited, page).maximum <= console.width:
+        console.print(page)
+    else:  # too wide for columns that can be read
+        width = max(map(len, shown[0]))
+        lines = ("\n".join(f"{name:{width}}  {cell}" for name, cell in row.items()) for row in shown)
+        console.say("\n\n".join(lines))
+    if more:
+        console.say(f"{'' if is_all else 'at least '}{more} more rows; --csv and --json print all.")
 
 
 def _overview(record: "Record") -> None:
@@ -219,6 +267,12 @@ def _overview(record: "Record") -> None:
     RunConsole().print(page)
     for line in record.anomaly_lines():
         RunConsole().say(line)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey, and cut if it is long."""
+    text = text if len(text) <= _WIDEST else f"{text[:_WIDEST]}... ({len(text) - _WIDEST} more characters)"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _cell(value: object, *, exact: bool = False) -> str:

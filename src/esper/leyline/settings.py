@@ -10,6 +10,7 @@ Fields of other types than numbers, truth values, text and tuples of them are le
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -26,9 +27,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-AtLeast0 = Annotated[int, Field(ge=0, le=2**53)]
-AtLeast1 = Annotated[int, Field(ge=1, le=2**53)]
-AtLeast2 = Annotated[int, Field(ge=2, le=2**53)]
+AtLeast0 = Annotated[int, Field(ge=0, le=2**31 - 1)]
+AtLeast1 = Annotated[int, Field(ge=1, le=2**31 - 1)]
+AtLeast2 = Annotated[int, Field(ge=2, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Of what was done, in a file."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""Sizes of numbers that float32 can hold, and most of their products."""
 
 
 def check_fields(settings: Any, table: str = "") -> None:  # noqa: ANN401 -- any dataclass
@@ -38,6 +43,13 @@ def check_fields(settings: Any, table: str = "") -> None:  # noqa: ANN401 -- any
         _validator(kind)({f.name: getattr(settings, f.name) for f in fields(kind)})
     except ValidationError as error:
         raise ConfigError(first_problem(error, table)) from None
+    for f in fields(kind):
+        value = getattr(settings, f.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = isinstance(number, int | float) and 0 < abs(number) < math.inf
+            if is_number and not _SMALLEST <= abs(number) <= _LARGEST:
+                name = f"{table}.{f.name}".lstrip(".")
+                raise ConfigError(f"{name} is {number}; its size must be {_SMALLEST} to {_LARGEST}, or 0.")
 
 
 def first_problem(error: ValidationError, table: str = "") -> str:

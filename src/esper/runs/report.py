@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from esper.leyline.lifecycle import HAS_MODULE, LifecycleOp, SeedStage
-from esper.leyline.settings import AtLeast0, NotNegative
+from esper.leyline.settings import Count, NotNegative
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
@@ -28,9 +28,9 @@ class Cost:
         seconds: wall time of the steps. update_seconds: wall time of PPO updates.
     """
 
-    env_steps: AtLeast0 = 0
-    steps: AtLeast0 = 0
-    reads: AtLeast0 = 0
+    env_steps: Count = 0
+    steps: Count = 0
+    reads: Count = 0
     seconds: NotNegative = 0.0
     update_seconds: NotNegative = 0.0
 

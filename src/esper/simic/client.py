@@ -25,6 +25,7 @@ from esper.leyline.messages import (
     Hidden,
     HostState,
     KeptNetwork,
+    Menu,
     Observation,
     PolicyProtocol,
     RewardInputs,
@@ -143,10 +144,29 @@ class PolicyStep(nn.Module):
 
 
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
-    """Memory of the rollout of one host: the buffer, and the copy that an update works on."""
+    """Memory of the rollout of one host: the buffer, the copy that an update works on, and its share of activations."""
     shape = (1, steps, feature_dim(num_slots), num_slots, num_slots * config.hidden_width, config.num_layers)
-    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gae_lambda=config.gae_lambda).slabs
-    return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs))
+    slabs = TamiyoRolloutBuffer(*shape, device="meta", gae_lambda=config.gae_lambda).slabs
+    per_slot = 4 * (_KEPT_OF_LAYER * config.hidden_width * (config.num_layers + 1) + 4 * config.feature_width)
+    update = steps * num_slots * per_slot // config.num_minibatches
+    return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs)) + update
+
+
+_KEPT_OF_LAYER = 16
+"""Numbers that an update keeps for each unit of a recurrent layer, and of the heads: gates, states, gradients."""
+
+
+def policy_bytes(num_slots: int, config: PPOConfig) -> int:
+    """Memory of a policy: its weights, their gradient, two moments of Adam, and the copies of a checkpoint."""
+    with torch.device("meta"):
+        menu = Menu(places=torch.empty(num_slots, 8), seeds=torch.empty(num_slots, 1, 12))
+        network = TamiyoNetwork(
+            menu,
+            feature_width=config.feature_width,
+            hidden_width=config.hidden_width,
+            num_layers=config.num_layers,
+        )
+    return 8 * sum(weight.nbytes for weight in network.parameters())
 
 
 class _WithReward:

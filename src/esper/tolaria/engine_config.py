@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
-from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
+from esper.leyline.settings import AtLeast0, AtLeast1, Count, Positive, check_fields
 from esper.tolaria.governor import GovernorConfig
 
 _MAX_HOSTS = 2**32
@@ -56,7 +56,7 @@ class EngineConfig:
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"
     amp: AmpMode = "off"
-    host_offset: AtLeast0 = 0
+    host_offset: Count = 0
     distinct_hosts: AtLeast1 | None = None
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)

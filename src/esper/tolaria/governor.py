@@ -16,12 +16,15 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
+from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, Positive, check_fields
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
@@ -51,7 +54,7 @@ class GovernorConfig:
     """
 
     guess: Positive = math.log(10.0)  # noqa: RUF009 -- a number
-    window: int = 20
+    window: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)] = 20
     min_history: AtLeast1 = 10
     max_strikes: AtLeast1 = 3
     guess_factor: Positive = 5.0

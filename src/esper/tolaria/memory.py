@@ -2,6 +2,7 @@
 
     part         what                                                             grows with
     process      interpreter, libraries and data, as much as this process holds   -
+    policy       weights of the controller, and its optimizer                     -
     host         weights, optimizer, snapshots, working copies, batches, order    N
     pass         activations of a training batch, or of a chunk of coalitions     hosts that run at once
 
@@ -50,7 +51,7 @@ class MemoryPrediction:
     """Bytes of a run.
 
     Attributes:
-        process: of a process without hosts, which this one holds already. host: of each host.
+        process: of a process without hosts, which this one holds already. host: of each host. policy: of the policy.
         at_once: of one host while it is trained or measured.
         together: whether all hosts run at once. threads: how many share the hosts.
         batch_seconds: of a training batch of one host, without seeds.
@@ -62,11 +63,12 @@ class MemoryPrediction:
     together: bool
     threads: int
     batch_seconds: float = 0.0
+    policy: int = 0
 
     def total(self, num_envs: int) -> int:
         """Of a process with N hosts."""
         running = num_envs if self.together else min(num_envs, self.threads)
-        return self.process + num_envs * self.host + running * self.at_once
+        return self.process + self.policy + num_envs * self.host + running * self.at_once
 
     def most_hosts(self, available: int) -> int:
         """The largest N whose run fits, 0 if none does; `available` bytes besides what this process holds already."""
@@ -85,7 +87,11 @@ class MemoryPrediction:
         """
         if (most := self.most_hosts(available)) >= num_envs:
             return
-        out = f"at most {most} fit: set {setting} to {most}" if most else "not even one fits: use a smaller batch"
+        out = (
+            f"at most {most} fit: set {setting} to {most}"
+            if most
+            else "not even one fits: use a smaller batch or policy"
+        )
         raise ConfigError(
             f"{setting} is {num_envs}, which needs about {gigabytes(self.total(num_envs))} of memory; "
             f"{gigabytes(available + self.process)} are available, and {out}, or use a machine with more memory."

@@ -11,7 +11,7 @@ from esper.leyline.messages import ClientProtocol
 from esper.leyline.ranks import Ranks, group, local_ranks
 from esper.runs.assembly.clients import baseline_of, learner_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
-from esper.simic.client import rollout_bytes
+from esper.simic.client import policy_bytes, rollout_bytes
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.datasets import Dataset
@@ -21,7 +21,7 @@ from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import training_bounds
-from esper.tolaria.memory import available_bytes, gigabytes, predict
+from esper.tolaria.memory import MemoryPrediction, available_bytes, gigabytes, predict, resident_bytes
 from esper.tolaria.runtime import choose_device, keep_freed_memory, usable_cores
 
 
@@ -100,7 +100,7 @@ def require_memory(
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
-    """Say how much memory and time the hosts will need; nothing for scripted hosts.
+    """Say how much memory and time the hosts will need; nothing for scripted hosts that fit.
 
     Args:
         config: of the run.
@@ -116,12 +116,16 @@ def require_memory(
     Raises:
         ConfigError: they do not fit; it names the largest number that does.
     """
-    if dataset is None:
-        return
-    engine = config.engine(num_envs=num_envs)
-    rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)
-    predicted = predict(engine, task, dataset, device, others=rollout)
+    engine, slots = config.engine(num_envs=num_envs), len(config.slots)
+    rollout, policy = rollout_bytes(config.episode_length, slots, config.ppo), policy_bytes(slots, config.ppo)
     free = available_bytes(device) if available is None else available
+    if dataset is None:
+        scripted = MemoryPrediction(
+            process=resident_bytes(), host=rollout, at_once=0, together=False, threads=1, policy=policy
+        )
+        scripted.require(engine.num_envs, free, setting)
+        return
+    predicted = replace(predict(engine, task, dataset, device, others=rollout), policy=policy)
     predicted.require(engine.num_envs, free, setting)
     total, here = predicted.total(engine.num_envs), free + predicted.process
     say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")

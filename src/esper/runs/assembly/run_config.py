@@ -63,7 +63,8 @@ class RunConfig:
     """Enabled slots, in action order."""
     batch_train: AtLeast0
     batch_val: AtLeast0
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**62)] = 0
+    """Evaluations add to it."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     data_dir: str = ""
@@ -85,7 +86,7 @@ class RunConfig:
     blocks: AtLeast0 = 0
     """Groups of neighbouring hosts over which an update sums first, see `leyline/ranks.py`: so many ranks can share the
     hosts, and the result does not depend on how many do. 0: as many as there are ranks when the run begins."""
-    rank_timeout: Positive = 600.0
+    rank_timeout: Annotated[float, Field(gt=0, le=1e7)] = 600.0
     """Seconds that a rank waits for the others at the end of a round, before the run ends with an error."""
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on

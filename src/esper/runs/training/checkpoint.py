@@ -21,7 +21,7 @@ from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.files import is_draft, remove
-from esper.leyline.settings import AtLeast0
+from esper.leyline.settings import Count
 from esper.runs.assembly.values import parse
 from esper.runs.report import Cost
 from esper.runs.state_file import read_state, write_state
@@ -46,9 +46,9 @@ class Header:
         trend: mean J of the last rounds, and the best so far.
     """
 
-    rounds_done: AtLeast0
-    step: AtLeast0
-    cursor: dict[Annotated[str, Field(pattern=r"^(metrics|events)\.jsonl$")], AtLeast0]
+    rounds_done: Count
+    step: Count
+    cursor: dict[Annotated[str, Field(pattern=r"^(metrics|events)\.jsonl$")], Count]
     total: Cost
     begun: Cost
     shape: dict[str, Any]

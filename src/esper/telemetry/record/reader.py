@@ -14,6 +14,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -95,6 +96,12 @@ class Record:
         """
         return self._run(sql, params, lambda found: _named(found, found.fetchall()))
 
+    def rows(self, sql: str) -> Iterator[dict[str, Any]]:
+        """The rows of one SELECT one by one, so that they need not fit in memory; raises QueryError like `query`."""
+        with self._asked(sql, ()) as found:
+            while chunk := found.fetchmany(_CHUNK):
+                yield from _named(found, chunk)
+
     def beginning(self, sql: str, most: int) -> tuple[list[dict[str, Any]], int, bool]:
         """The first `most` rows of one SELECT, how many others were counted, and whether those are all.
 
@@ -166,7 +173,13 @@ class Record:
         self.close()
 
     def _run(self, sql: str, params: Sequence[object], fetch: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
-        """What `fetch` takes from the result. Later rows may be computed, and fail, only while they are fetched."""
+        """What `fetch` takes from the result."""
+        with self._asked(sql, params) as found:
+            return fetch(found)
+
+    @contextmanager
+    def _asked(self, sql: str, params: Sequence[object]) -> Iterator[duckdb.DuckDBPyConnection]:
+        """The result of one SELECT. Later rows may be computed, and fail, only while they are fetched."""
         if ANOMALIES.name in sql.lower():
             self._find_anomalies()
         try:
@@ -177,7 +190,7 @@ class Record:
                     f"found {kinds}, but a record can only be read, by one SELECT (also WITH, FROM, DESCRIBE, "
                     f"SUMMARIZE). {self._known()}"
                 )
-            return fetch(self._database.execute(sql, list(params)))
+            yield self._database.execute(sql, list(params))
         except duckdb.PermissionException as error:
             raise QueryError(f"a query reads the record alone, no other files. {self._known()}") from error
         except duckdb.OutOfMemoryException as error:

@@ -91,7 +91,9 @@ class Job:
             from esper.cli import main
 
             before()
-            code = main(work) if isinstance(work, list) else work()
+            if isinstance(work, list):
+                sys.argv[1:] = work
+            code = main() if isinstance(work, list) else work()
             after()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -102,6 +104,7 @@ class Job:
         finally:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(code)
 
     def ended(self, longest: float = LONGEST) -> Ended:
@@ -537,7 +540,7 @@ def _functions(folder: Path, file: Path) -> list[Callable[[], object]]:
     from esper.tamiyo.policy_files import read_policy
     from esper.telemetry.record.reader import open_record
     from esper.telemetry.report.page import payloads_of
-    from esper.telemetry.serve.runs import row_of
+    from esper.telemetry.serve.overview import Row
 
     run, states = folder / "run", folder / "run" / "checkpoints"
 
@@ -545,13 +548,19 @@ def _functions(folder: Path, file: Path) -> list[Callable[[], object]]:
         with open_record([run]) as found:
             return payloads_of(found, lambda *_: None)
 
+    def overview() -> object:
+        row = Row("run", run)
+        row.look()
+        row.read_on(time.monotonic() + LONGEST)
+        return row
+
     if file.parts[0] == "net":
         return [lambda: load(folder / "net")]
     if file.parts[0] == "found":
         return [lambda: read_policy(folder / file, _null_spec())]
     if file.suffix == ".safetensors":
         return [lambda: best_host.read(states) if "host" in file.name else checkpoint.load_newest(states)]
-    every = [record, lambda: row_of(run), lambda: config_of_run(run), lambda: (Run(run).summary, Run(run).rounds)]
+    every = [record, overview, lambda: config_of_run(run), lambda: (Run(run).summary, Run(run).rounds)]
     return every[:2] if file.suffix == ".parquet" else every
 
 
@@ -650,10 +659,10 @@ _WILD = ("-1", "0", "1", "2", "3", "1e9", "1e308", "nan", "inf", "-inf", str(10*
 
 def main_settings(given: Settings) -> Iterator[str]:
     """A line for each fault found."""
-    from esper.runs.assembly.run_config import RunConfig
+    from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.values import flat, plain
 
-    names = sorted(flat(plain(RunConfig())))
+    names = sorted(flat(plain(resolve({"task": "null"}))))
     with TemporaryDirectory() as place:
         home = Path(place)
         slowest = ("", 0.0)

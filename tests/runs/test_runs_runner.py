@@ -44,7 +44,16 @@ def assert_same_run(found: Path, expected: Path) -> None:
 def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole):
     names = {path.name for path in whole["null"].iterdir()}
     assert names == {
-        *("about.json", "config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record")
+        *(
+            "about.json",
+            "config.toml",
+            "metrics.jsonl",
+            "events.jsonl",
+            "summary.json",
+            "evaluation.json",
+            "checkpoints",
+            "record",
+        )
     }
     assert [path.stem for path in checkpoints(whole["null"] / "checkpoints")] == [
         "round-00003",

@@ -173,12 +173,14 @@ def test_links_that_were_put_in_the_place_of_drafts_and_of_what_is_replaced_lead
     assert not (path / ".config.toml.draft-0").is_symlink()  # taken for that of a process that was killed
 
 
-def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_complete(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_may_only_begin_anew_before_its_first_checkpoint_was_due(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory.create(path, CONFIG) as directory:
         directory.write_events([{"kind": "a"}])
     require_nothing_to_lose(path)  # the events of the first round will happen again
-    (path / "metrics.jsonl").write_text("{}")
+    (path / "metrics.jsonl").write_text("{}\n")
+    require_nothing_to_lose(path)  # a checkpoint is due after each round, and this one was killed before
+    (path / "metrics.jsonl").write_text("{}\n{}\n")
     with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --out NEW"):
         require_nothing_to_lose(path)
     (path / "metrics.jsonl").unlink()

@@ -138,6 +138,6 @@ def _lasting_outputs() -> list[_Output]:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
             continue
         outputs.append(_Output(stream.fileno(), "w", closefd=False))
-        lines = stream.line_buffering
+        lines = stream.line_buffering or name == "stderr"
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(outputs[-1]), stream.encoding, line_buffering=lines))
     return outputs

@@ -389,7 +389,7 @@ def require_nothing_to_lose(path: Path) -> None:
 
     A run that ended before its first checkpoint was due has lost nothing: its rounds are played again as they were.
     """
-    recorded, due = 0, read_toml(path / CONFIG)["checkpoint_every"]
+    recorded, due = 0, read_toml(path / CONFIG).get("checkpoint_every", 1)
     if (path / METRICS).exists():
         with open_to_read(path / METRICS) as lines:
             recorded = sum(1 for _ in lines)

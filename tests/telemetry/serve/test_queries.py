@@ -78,7 +78,7 @@ def test_only_the_record_is_read(run, sql, words):
 def test_values_of_a_type_that_esper_does_not_write_are_named(tmp_path):
     run = write_run(tmp_path / "a")
     (run / "metrics.jsonl").write_text('{"round": 1, "seconds": "soon"}\n')
-    with pytest.raises(QueryError, match="the record cannot be read"):
+    with pytest.raises(QueryError, match=r"the record .*cannot be read"):
         answer([run], "select * from rounds", 10)
 
 

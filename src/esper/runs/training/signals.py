@@ -18,7 +18,7 @@ _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at o
 def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
     """Each of `STOPS` calls `request_stop`; the same one again raises KeyboardInterrupt where the program is.
 
-    A signal that is ignored, as with nohup, stays so. A launcher that got Ctrl-C, as its processes did, sends them
+    Where SIGHUP is ignored, as with nohup, it stays so. A launcher that got Ctrl-C, as its processes did, sends them
     SIGTERM besides.
 
     Signals reach the main thread alone: a run in another thread leaves them to it.
@@ -37,7 +37,7 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         requested.add(number)
         request_stop()
 
-    heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [at for at in STOPS if at != signal.SIGHUP or signal.getsignal(at) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield

@@ -139,5 +139,6 @@ def _lasting_outputs() -> list[_Output]:
             continue
         outputs.append(_Output(stream.fileno(), "w", closefd=False))
         lines = stream.line_buffering or name == "stderr"
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(outputs[-1]), stream.encoding, line_buffering=lines))
+        flushing = {"line_buffering": lines, "write_through": stream.write_through}
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(outputs[-1]), stream.encoding, **flushing))
     return outputs

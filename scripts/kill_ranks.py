@@ -57,7 +57,7 @@ def result(run: Path) -> tuple[str, list[dict[str, object]], str]:
     """Digest, steps, and digest of the best host."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     with open_record([run]) as record:
-        assert not record.complaints, record.complaints
+        assert not record.warnings, record.warnings
         rows = record.query("select round, t, host, val_acc, total_params, growth from steps order by round, t, host")
     best = run / "checkpoints" / "best-host.safetensors"
     return summary["state_digest"], rows, state_digest(read_state(best)[1]) if best.exists() else ""

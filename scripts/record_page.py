@@ -19,6 +19,7 @@ Parquet.
 esper query RUN                                                      # the tables, and what looks wrong
 esper query RUN "select op, count(*) from decisions group by op"
 esper query RUN "select * from seeds where round = 3" --csv
+esper query RUN "select * from slots" --json --timeout 30                 # ended after 30 seconds
 esper query RUN1 RUN2 "select run, max(objective) from rounds group by run"
 ```
 

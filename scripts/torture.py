@@ -46,6 +46,19 @@ CHANGES, ALL = ("kill", "half", "ENOSPC", "EINVAL", "ENOSYS"), ("EIO", "EACCES")
 FAULTS = {name: {"kill": 0, "half": -1}.get(name) or getattr(errno, name, 0) for name in (*CHANGES, *ALL)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """What all kinds of trials have."""
+
+    seed: int = 0
+    only: int | None = None
+    """The number of one trial."""
+
+    def is_left_out(self, number: int) -> bool:
+        """Whether another one is wanted."""
+        return self.only not in (None, number)
+
+
 class Ended(NamedTuple):
     """How a command ended; `code` is negative for a signal, None where it hung and was killed."""
 
@@ -141,7 +154,7 @@ def run_result(run: Path) -> object:
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     with open_record([run]) as record:
         rows = record.query("select round, t, host, val_acc, total_params, growth from steps order by round, t, host")
-        said = list(record.complaints)
+        said = list(record.warnings)
     best = run / "checkpoints" / "best-host.safetensors"
     return summary["state_digest"], repr(rows), best.read_bytes() if best.exists() else b"", said
 
@@ -196,8 +209,8 @@ def operations() -> dict[str, Operation]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Files:
+@dataclass(frozen=True, kw_only=True)
+class Files(Trials):
     """Let each call that touches a file fail, or kill before it."""
 
     operations: tuple[str, ...] = ()
@@ -205,8 +218,6 @@ class Files:
     faults: tuple[str, ...] = (*CHANGES, *ALL)
     every: int = 1
     """Try each so-many-th call; which ones is drawn with the seed."""
-    seed: int = 0
-    only: int | None = None
 
     def faults_of(self, kind: tuple[str, ...]) -> list[str]:
         """Those of a kind that are tried."""
@@ -243,7 +254,7 @@ def main_files(given: Files) -> Iterator[str]:
                 for fault in faults:
                     for call in range(1 + draw.randrange(given.every), calls + 1, given.every):
                         number += 1
-                        if given.only not in (None, number):
+                        if given.is_left_out(number):
                             continue
                         folder = folder_of(str(number))
                         arm = partial(shim.faults_arm, bytes(folder), call, FAULTS[fault], reads)
@@ -283,15 +294,13 @@ def _finished_run(home: Path) -> Path:
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Signals:
+@dataclass(frozen=True, kw_only=True)
+class Signals(Trials):
     """Send signals at random instants, up to three in one run, and continue it."""
 
     tries: int = 500
     tasks: tuple[str, ...] = ("null", "digits")
     signals: tuple[str, ...] = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
-    seed: int = 0
-    only: int | None = None
 
 
 def main_signals(given: Signals) -> Iterator[str]:
@@ -308,7 +317,7 @@ def main_signals(given: Signals) -> Iterator[str]:
             draw = random.Random(f"{given.seed} {number}")
             task, times = draw.choice(given.tasks), draw.randint(1, 3)
             want, seconds = undisturbed[task]
-            if given.only not in (None, number):
+            if given.is_left_out(number):
                 sent["-"] += times
                 continue
             folder = home / str(number)
@@ -342,8 +351,8 @@ def main_signals(given: Signals) -> Iterator[str]:
 # Inputs ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inputs:
+@dataclass(frozen=True, kw_only=True)
+class Inputs(Trials):
     """Damage a file, and give it to each command that reads it."""
 
     tries: int = 10_000
@@ -352,8 +361,6 @@ class Inputs:
     """What reads them: a function of esper, or a whole command."""
     files: str = ""
     """Only files whose name contains this."""
-    seed: int = 0
-    only: int | None = None
 
 
 _NUMBERS = (None, True, -1, 0, 1, 10**19, 1e308, -1e308, float("nan"), float("inf"), 0.5)
@@ -610,7 +617,7 @@ def main_inputs(given: Inputs) -> Iterator[str]:
         files = [path.relative_to(whole) for path in sorted(whole.rglob("*"))
                  if path.is_file() and given.files in str(path) and path.suffix not in (".html", ".py")]  # fmt: skip
         kinds, slowest = Counter[str](), ("", 0.0)
-        numbers = [number for number in range(1, given.tries + 1) if given.only in (None, number)]
+        numbers = [number for number in range(1, given.tries + 1) if not given.is_left_out(number)]
         for number in [] if given.by == "commands" else numbers[::BATCH]:
             batch = [n for n in numbers if number <= n < number + BATCH]
             ended = Job(partial(_read, batch, given, whole, files, evil), home / "log").ended(LONGEST + BATCH)
@@ -643,13 +650,11 @@ def main_inputs(given: Inputs) -> Iterator[str]:
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(Trials):
     """Give settings and options wild values."""
 
     tries: int = 300
-    seed: int = 0
-    only: int | None = None
 
 
 _WILD = ("-1", "0", "1", "2", "3", "1e9", "1e308", "nan", "inf", "-inf", str(10**6), str(10**9), str(10**12),
@@ -668,7 +673,7 @@ def main_settings(given: Settings) -> Iterator[str]:
         slowest = ("", 0.0)
         for number in range(1, given.tries + 1):
             draw = random.Random(f"{given.seed} {number}")
-            if given.only not in (None, number):
+            if given.is_left_out(number):
                 continue
             run = home / str(number)
             chosen = [f"{name}={draw.choice(_WILD)}" for name in draw.sample(names, draw.choice((1, 1, 1, 2)))]

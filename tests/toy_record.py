@@ -10,7 +10,7 @@ from esper.telemetry.record.schema import TABLES
 
 class ToyRecord:
     def __init__(self) -> None:
-        self.complaints: list[str] = []
+        self.warnings: list[str] = []
         self.database = duckdb.connect(":memory:", config={"threads": 1})
         for table in TABLES:
             columns = "".join(f', "{name}" {kind}' for name, kind in table.types.items())

@@ -49,7 +49,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def answer_of(source):
-    return load(source, lambda path: ctypes.CDLL(str(path)).answer(), what="the test", way_out="do without")
+    return load(source, lambda path: ctypes.CDLL(str(path)).answer(), what="the test", alternative="do without")
 
 
 def only(folder):
@@ -105,7 +105,7 @@ def test_a_library_appears_under_its_name_only_when_it_is_complete(cache, source
 
 def test_processes_that_build_at_once_all_get_a_whole_library(cache, source):
     code = "import ctypes, sys; from esper.cpp.build import load; "
-    code += "load(sys.argv[1], lambda path: ctypes.CDLL(str(path)), what='x', way_out='y')"
+    code += "load(sys.argv[1], lambda path: ctypes.CDLL(str(path)), what='x', alternative='y')"
     with ThreadPoolExecutor(3) as pool:
         runs = pool.map(
             lambda _: subprocess.run([sys.executable, "-c", code, source], capture_output=True, text=True), range(3)

@@ -75,7 +75,7 @@ def result(run: Path) -> tuple[object, ...]:
     """Digest, last J, steps, events and best host."""
     summary = json.loads((run / "summary.json").read_text())
     with open_record([run]) as record:
-        assert record.complaints == []
+        assert record.warnings == []
         steps = record.query("select * exclude (run) from steps order by round, t, host")
         slots = record.query("select * exclude (run) from slots order by round, t, host, slot")
         coalitions = record.query("select * exclude (run) from coalitions order by round, t, host, members")

@@ -50,7 +50,7 @@ def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole):
             "metrics.jsonl",
             "events.jsonl",
             "summary.json",
-            "evaluation.json",
+            "evaluation_after_training.json",
             "checkpoints",
             "record",
         )

@@ -69,7 +69,7 @@ class Written:
         with open_record([self.path]) as record:
             rows = record.query("SELECT * FROM anomalies")
             assert all(row["message"] and row["advice"] for row in rows)
-            assert record.complaints == []
+            assert record.warnings == []
         return [(row["kind"], row["round"], row["host"], row["value"]) for row in rows]
 
 

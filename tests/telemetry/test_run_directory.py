@@ -89,8 +89,8 @@ def test_records_that_were_lost_are_reported_and_the_rest_goes_on(tmp_path: Path
         cursor = directory.cursor()
     assert missing_records(path, cursor) == []
     (path / "events.jsonl").unlink()
-    (complaint,) = missing_records(path, cursor)
-    assert "events.jsonl has 0 bytes but had 14 at the checkpoint" in complaint
+    (warning,) = missing_records(path, cursor)
+    assert "events.jsonl has 0 bytes but had 14 at the checkpoint" in warning
     with RunDirectory.reopen(path) as directory:
         assert not (path / "events.jsonl").exists()
         directory.rewind(cursor, CONFIG)

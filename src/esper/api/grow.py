@@ -95,15 +95,15 @@ class Timeline(tuple[Row, ...]):
         """The same from the records of a run, for a host of a complete round of `steps` steps."""
         from esper.telemetry.record.reader import open_record, read_lines
 
-        complaints: list[str] = []
-        events = read_lines(run / EVENTS, ("stage_changed", "refused", "rollback"), complaints)
+        warnings: list[str] = []
+        events = read_lines(run / EVENTS, ("stage_changed", "refused", "rollback"), warnings)
         with open_record([run]) as record:
             place = [origin.round, origin.host]
             found = record.query("SELECT t, val_acc FROM steps WHERE round = ? AND host = ?", place)
         live = {row["t"]: row["val_acc"] for row in found}
         own = (event for event in events if [event["round"], event["host"]] == place)
         rows = [row for event in own if (row := _row(event, live)) is not None]
-        warn(complaints)
+        warn(warnings)
         return cls([*rows, _clean(Row(steps, "", "end", None, None, points))], unit)
 
     @classmethod

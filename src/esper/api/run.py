@@ -121,9 +121,9 @@ class Run:
         """The metrics of each round, as in metrics.jsonl."""
         from esper.telemetry.record.reader import read_lines
 
-        complaints: list[str] = []
-        lines = read_lines(self.directory / METRICS, (), complaints)
-        warn(complaints)
+        warnings: list[str] = []
+        lines = read_lines(self.directory / METRICS, (), warnings)
+        warn(warnings)
         return lines
 
     @property
@@ -153,7 +153,7 @@ class Run:
         from esper.telemetry.record.reader import open_record
 
         record = open_record([self.directory])
-        warn(record.complaints)
+        warn(record.warnings)
         return record
 
     @checked

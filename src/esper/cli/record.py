@@ -71,7 +71,7 @@ def report(command: Report) -> int:
     for run in payloads["runs"]:
         found = payloads["importance"][run["run"]]
         found["why"] = unknown.get(Path(run["path"]), found.get("why"))
-    warn(record.complaints)
+    warn(record.warnings)
     _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
     if command.figures:
         _write_figures(payloads, out.parent)
@@ -210,7 +210,7 @@ def _answer(paths: Sequence[Path], sql: str | None, command: Query) -> None:
     from esper.telemetry.record.reader import open_record
 
     with open_record(paths) as record:
-        warn(record.complaints)
+        warn(record.warnings)
         if sql is None:
             _overview(record)
         elif command.json:

@@ -26,7 +26,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.errors import command as command_line
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, ranks_of_job
-from esper.telemetry.run_directory import plain_json, plugins_of
+from esper.telemetry.run_directory import COMPARISON, plain_json, plugins_of
 
 if TYPE_CHECKING:
     from esper.leyline.ranks import Group
@@ -196,12 +196,11 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
     """Compare a run with the best schedule of its task, if that is known, on new hosts; also for its report."""
     from esper.runs.evaluation.comparison import compare
     from esper.runs.evaluation.controllers import BEST_SCHEDULE, has_best_schedule
-    from esper.runs.evaluation.outcomes import REPORT
 
     if not has_best_schedule(config):
         return
     found = compare([config], [path], [BEST_SCHEDULE], num_envs=NEW_HOSTS, console=console)
-    with replacing(path / REPORT) as file:
+    with replacing(path / COMPARISON) as file:
         print(json.dumps(plain_json(found.report()), indent=2), file=file)
     console.say(f"beside the best constant schedule: {found.verdict}")
 

@@ -39,10 +39,12 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
-def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: str, options: tuple[str, ...] = ()) -> L:
+def load(
+    source: str | Path, bind: Callable[[Path], L], *, what: str, alternative: str, options: tuple[str, ...] = ()
+) -> L:
     """Compile `source` (below this folder) unless it is cached, and return `bind(library)`, which loads it.
 
-    `options` are given to the compiler. Error messages name `what` needs the library, and the `way_out`.
+    `options` are given to the compiler. Error messages name `what` needs the library, and the `alternative`.
 
     Raises:
         ConfigError: there is no compiler, it failed, or the library cannot be stored or loaded safely.
@@ -51,7 +53,7 @@ def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: s
     if command is None:
         named = os.environ.get("CXX")
         found = f"CXX names {named!r}, which is not there" if named else "none of c++, g++ and clang++ is there"
-        raise ConfigError(f"{what} needs a C++ compiler, but {found}; {way_out}.")
+        raise ConfigError(f"{what} needs a C++ compiler, but {found}; {alternative}.")
     try:
         target = _output([*command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
         long = (_LONG_VECTORS,) if b"__AVX512F__" in target else ()
@@ -61,11 +63,11 @@ def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: s
         with library(cache_folder(), name, lambda draft: _output([*build, str(draft)])) as built:
             return bind(built)
     except _CompilerError as error:
-        raise ConfigError(f"{command[0]} could not compile {what} ({error}); {way_out}.") from error
+        raise ConfigError(f"{command[0]} could not compile {what} ({error}); {alternative}.") from error
     except OSError as error:
         raise ConfigError(
             f"the library of {what} cannot be stored or loaded ({error}); set XDG_CACHE_HOME to a folder of yours from "
-            f"which programs may be run, or {way_out}."
+            f"which programs may be run, or {alternative}."
         ) from error
 
 

@@ -67,7 +67,7 @@ def in_a_sentence() -> Iterator[None]:
     """What the operating system refuses inside becomes an OperatingSystemError; a closed pipe does not."""
     try:
         yield
-    except BrokenPipeError:
+    except (EsperError, BrokenPipeError):
         raise
     except OSError as error:
         places = " -> ".join(os.fsdecode(place) for place in (error.filename, error.filename2) if place)

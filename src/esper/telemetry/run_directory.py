@@ -8,6 +8,7 @@ record/         one row per step and host, seed and coalition, as Parquet; see r
 summary.json    results; written when the run is complete
 checkpoints/    see runs/training/checkpoint.py
 importance.json what the controller looks at; written by `esper report`
+evaluation_after_training.json  the comparison at the end of `esper train`
 
 A directory is created atomically and locked by the process that writes to it. Record files that are links are refused,
 because a resume would truncate their targets.
@@ -56,13 +57,14 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Of all files of a run, also its checkpoints and its record; raised when this version cannot read an older run."""
-CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, CHECKPOINTS, IMPORTANCE = (
+CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, COMPARISON, CHECKPOINTS, IMPORTANCE = (
     "config.toml",
     "about.json",
     "metrics.jsonl",
     "events.jsonl",
     "record",
     "summary.json",
+    "evaluation_after_training.json",
     "checkpoints",
     "importance.json",
 )
@@ -178,7 +180,8 @@ class RunDirectory:
             for name in _RECORD_FILES:
                 if name not in self._files:
                     self._open(name)
-            (self.path / SUMMARY).unlink(missing_ok=True)
+            for result in (SUMMARY, COMPARISON):
+                (self.path / result).unlink(missing_ok=True)
             for name, file in self._files.items():
                 file.truncate(min(cursor.get(name, 0), file.tell()))
                 file.seek(0, os.SEEK_END)  # else `tell` still gives the old end

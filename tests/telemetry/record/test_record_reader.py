@@ -68,7 +68,7 @@ def test_every_table_begins_with_the_run_and_has_the_columns_of_the_schema(recor
         columns = record.columns(table.name)
         assert list(columns)[: 1 + len(table.columns)] == ["run", *table.types], table.name
         assert {name: columns[name] for name in table.types} == table.types
-    assert record.complaints == []
+    assert record.warnings == []
 
 
 def test_steps_are_those_that_the_engine_reported(reports: list[StepReport], record: Record) -> None:
@@ -182,7 +182,7 @@ def test_a_part_that_is_damaged_or_missing_is_named_and_the_rest_is_shown(
     if fault == "is missing":
         part.unlink()
     with open_record([copy]) as record:
-        (line,) = record.complaints
+        (line,) = record.warnings
         assert f"{part.name} {fault}" in line
         assert record.query("SELECT count(*) AS n FROM rounds") == [{"n": ROUNDS}]
         shown = record.query(f"SELECT DISTINCT round FROM {kind} ORDER BY round")
@@ -197,8 +197,8 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
     events.rename(tmp_path / "elsewhere.jsonl")
     events.symlink_to(tmp_path / "elsewhere.jsonl")
     with open_record([copy]) as record:
-        assert any(part.name in line and "not a regular file" in line for line in record.complaints)
-        assert any("events.jsonl is not a regular file" in line for line in record.complaints)
+        assert any(part.name in line and "not a regular file" in line for line in record.warnings)
+        assert any("events.jsonl is not a regular file" in line for line in record.warnings)
         assert record.query("SELECT * FROM steps WHERE round = 1") == record.query("SELECT * FROM episodes") == []
 
 
@@ -226,7 +226,7 @@ def test_a_run_of_another_version_is_refused(copy: Path) -> None:
 def test_a_record_that_was_deleted_is_named_in_few_lines(copy: Path) -> None:
     shutil.rmtree(copy / RECORD)
     with open_record([copy]) as record:
-        assert [line.split(" ", 1)[1] for line in record.complaints] == [
+        assert [line.split(" ", 1)[1] for line in record.warnings] == [
             f"is missing (also those of {ROUNDS - 1} later rounds); its rows are left out. Restore it from a backup to "
             "see them."
         ] * len(STORED)
@@ -240,7 +240,7 @@ def test_the_half_line_that_a_run_is_writing_is_left_out_without_a_word(copy: Pa
     before = (copy / name).read_text()
     (copy / name).write_text(before + before.splitlines()[-1][:-20])
     with open_record([copy]) as record:
-        assert record.complaints == []
+        assert record.warnings == []
         assert record.query("SELECT max(round) AS n, count(*) AS rows FROM episodes") == [
             {"n": ROUNDS, "rows": HOSTS * ROUNDS}
         ]
@@ -250,7 +250,7 @@ def test_a_damaged_line_is_left_out_and_counted(copy: Path) -> None:
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "objec\n')
     with open_record([copy]) as record:
-        assert any("metrics.jsonl has 1 damaged lines" in line for line in record.complaints)
+        assert any("metrics.jsonl has 1 damaged lines" in line for line in record.warnings)
         assert record.query("SELECT max(round) AS n FROM rounds") == [{"n": ROUNDS}]
 
 
@@ -277,7 +277,7 @@ def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None
     ]
     (copy / "evaluation.json").write_text(json.dumps(reports))
     with open_record([copy]) as record:
-        assert record.complaints == []
+        assert record.warnings == []
         rows = record.query("SELECT task, controller, objective FROM evaluations ORDER BY task")
     assert [tuple(row.values()) for row in rows] == [("a", "trained", 61.0), ("b", "trained", 61.0)]
 
@@ -297,7 +297,7 @@ def require_same_rows(path: Path, expected: Path) -> None:
         for table in ("steps", "decisions", "slots", "coalitions", "rewards", "seeds"):
             everything = f"SELECT * EXCLUDE run FROM {table} ORDER BY ALL"
             assert repr(found.query(everything)) == repr(whole.query(everything))
-        assert found.complaints == []
+        assert found.warnings == []
 
 
 def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path, run: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path
         assert train(path, "null", ROUNDS) == 130
     with open_record([path]) as record:  # the step after the signal is the last
         assert record.query("SELECT max(t) AS t FROM steps WHERE round = 2") == [{"t": 5}]
-        assert record.complaints == []
+        assert record.warnings == []
     assert resume(path) == 0
     require_same_rows(path, run)
 
@@ -321,7 +321,7 @@ def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(copy: Pat
         lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
         (path / "metrics.jsonl").write_text("".join(lines[:-1]))
         with open_record([path]) as record:
-            assert record.complaints == []
+            assert record.warnings == []
     assert resume(path) == 0
     require_same_rows(path, run)
 

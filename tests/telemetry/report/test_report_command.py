@@ -52,7 +52,7 @@ def test_what_is_left_of_a_damaged_run_is_shown_with_a_sentence(run, tmp_path, c
     (damaged / "summary.json").unlink()
     assert main(["report", str(damaged)]) == 0
     assert f"{part.name} is damaged" in capsys.readouterr().err
-    assert any(part.name in text for text in payload(damaged / "report.html", "anomalies")["complaints"])
+    assert any(part.name in text for text in payload(damaged / "report.html", "anomalies")["warnings"])
     (shown,) = payload(damaged / "report.html", "runs")
     assert (shown["finished"], shown["last"]["round"]) == (False, 2)
 

@@ -70,8 +70,8 @@ def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, ru
     (folder / "b" / "summary.json").symlink_to(secret)
     (shown,) = answer(runs, "runs", "b")
     assert shown["summary"] == {}
-    complaints = answer(runs, "anomalies", "b")["complaints"]
-    assert any("summary.json is not a regular file" in text for text in complaints)
+    warnings = answer(runs, "anomalies", "b")["warnings"]
+    assert any("summary.json is not a regular file" in text for text in warnings)
 
 
 def test_the_overview_has_a_row_for_each_run(folder):

@@ -7,17 +7,17 @@ The best host has the highest J of all hosts of the complete rounds. The test sp
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.architecture import architectures_of
 from esper.leyline.errors import CheckpointError, ConfigError, ExportError
-from esper.leyline.settings import AtLeast1, Finite
+from esper.leyline.settings import AtLeast1, Count, Finite
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import baseline_of
@@ -50,7 +50,7 @@ class BestHost:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(arbitrary_types_allowed=True)
 
     round: AtLeast1
-    host: Annotated[int, Field(ge=0, lt=2**31)]
+    host: Count
     objective: Finite
     val: Finite
     loss: Finite

@@ -547,7 +547,7 @@ def _run(
         if not parts.ranks.alone:
             console.say(f"sums of an update: each rank received {size(runner.bytes_of_update)}")
         with open_record([directory.path]) as record:
-            warn(record.complaints)
+            warn(record.warnings)
             for line in record.anomaly_lines():
                 console.say(f"look at {line}")
     return summary

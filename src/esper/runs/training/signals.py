@@ -37,8 +37,8 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         requested.add(number)
         request_stop()
 
-    heard = [at for at in STOPS if at != signal.SIGHUP or signal.getsignal(at) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heard}
+    caught = [at for at in STOPS if at != signal.SIGHUP or signal.getsignal(at) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ from pydantic import Field
 
 from esper.leyline.settings import AtLeast0, AtLeast1, Decay, NotNegative, Positive, Share, check_fields
 
-_Width = Annotated[int, Field(ge=1, le=1024)]
-"""Weights are drawn orthogonal, which takes a minute for wider layers."""
+_Width = Annotated[int, Field(ge=1, le=4096)]
+"""Weights are drawn orthogonal, which takes minutes for wider layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class PPOConfig:
 
     feature_width: _Width = 64
     hidden_width: _Width = 64
-    num_layers: Annotated[int, Field(ge=1, le=8)] = 1
+    num_layers: Annotated[int, Field(ge=1, le=16)] = 1
     gae_lambda: Share = 0.95
     clip_coef: Annotated[float, Field(gt=0, lt=1)] = 0.2
     update_epochs: Annotated[int, Field(ge=1, le=1000)] = 4

@@ -66,12 +66,12 @@ class Record:
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block.
 
     Attributes:
-        complaints: sentences about what is damaged, missing or not written yet.
+        warnings: sentences about what is damaged, missing or not written yet.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._database = duckdb.connect(":memory:")
-        self.complaints: list[str] = []
+        self.warnings: list[str] = []
         for setting in (
             f"memory_limit = '{MEMORY}'",
             "temp_directory = ''",
@@ -81,7 +81,7 @@ class Record:
             self._database.execute(f"SET {setting}")
         names = _unique_names(paths)
         self._runs = {
-            name: _RunTables(path, f"run_{i}", self._database, self.complaints)
+            name: _RunTables(path, f"run_{i}", self._database, self.warnings)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
         self._add_views()
@@ -208,7 +208,7 @@ class Record:
         for name, run in self._runs.items():
             try:
                 found = list(find(self.query, name))
-            except _DAMAGED as error:
+            except DAMAGED as error:
                 raise _damaged(str(run.path), error) from error
             _insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, found)
 
@@ -247,7 +247,7 @@ def open_record(paths: Sequence[Path]) -> Record:
         require_run(path)
     try:
         return Record(list(paths))
-    except (duckdb.Error, *_DAMAGED) as error:
+    except DAMAGED as error:
         raise _damaged(", ".join(map(str, paths)), error) from error
 
 
@@ -311,24 +311,24 @@ class _RunTables:
     """Makes the schema of one run.
 
     Args:
-        path: the run directory. schema: name of the schema. database: connection. complaints: receives a sentence for
+        path: the run directory. schema: name of the schema. database: connection. warnings: receives a sentence for
             whatever cannot be read.
 
     Attributes:
         parts: files that queries will read.
     """
 
-    def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection, complaints: list[str]) -> None:
+    def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection, warnings: list[str]) -> None:
         self.path, self.schema, self.parts = path, schema, list[Path]()
-        self._database, self._complaints = database, complaints
+        self._database, self._warnings = database, warnings
         self._rounds: list[tuple[int, Mapping[str, str]]] = []  # with the digests of their parts
         database.execute(f"CREATE SCHEMA {schema}")
         self._table(ROUNDS.name, ROUNDS.types, ())
         self._updates = {"round": "INTEGER"}
         self._table("updates", self._updates, ())
-        for lines in _chunks(lines_of(path / METRICS, (), complaints)):
+        for lines in _chunks(lines_of(path / METRICS, (), warnings)):
             self._add_rounds(lines)
-        events = lines_of(path / EVENTS, ("run_started", "episode"), complaints)
+        events = lines_of(path / EVENTS, ("run_started", "episode"), warnings)
         first = next(events, {})
         started = first if first.get("kind") == "run_started" else {}
         self._table(EPISODES.name, EPISODES.types, _episode_rows(chain([first], events), started.get("host_params")))
@@ -336,7 +336,7 @@ class _RunTables:
         evaluations = [
             row
             for file in evaluation_files(path)
-            for row in _evaluation_rows(_json(file, complaints), file.relative_to(path).as_posix())
+            for row in _evaluation_rows(_json(file, warnings), file.relative_to(path).as_posix())
         ]
         self._table(EVALUATIONS.name, EVALUATIONS.types, evaluations)
         columns = {kind: self._part_view(kind) for kind in STORED}
@@ -376,7 +376,7 @@ class _RunTables:
         """The parts of complete rounds, without those that are damaged, and of the round that has begun."""
         folder = self.path / RECORD
         if mode_of(folder) and not stat.S_ISDIR(mode_of(folder)):
-            self._complaints.append(f"{folder} is a link or a file and was not read; restore the original folder.")
+            self._warnings.append(f"{folder} is a link or a file and was not read; restore the original folder.")
             return []
         files, number, faults = list[Path](), 0, dict[str, list[Path]]()
         for number, digests in self._rounds:
@@ -395,7 +395,7 @@ class _RunTables:
                     files.append(part)
         for why, parts in faults.items():
             more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
-            self._complaints.append(
+            self._warnings.append(
                 f"{parts[0]} {why}{more}; its rows are left out. Restore it from a backup to see them."
             )
         for begun in filter(lambda part: stat.S_ISREG(mode_of(part)), parts_of_round(folder, kind, number + 1)):
@@ -403,7 +403,7 @@ class _RunTables:
                 self._database.execute(f"DESCRIBE SELECT * FROM read_parquet({quoted(begun)})")
                 files.append(begun)
             except duckdb.Error as error:
-                self._complaints.append(f"{begun} cannot be read ({_first_line(error)}); its rows are left out.")
+                self._warnings.append(f"{begun} cannot be read ({_first_line(error)}); its rows are left out.")
         return files
 
     def _view(self, table: Table, source: str, where: str = "", **expressions: str) -> None:
@@ -433,8 +433,8 @@ class _RunTables:
             self._table(REWARDS.name, REWARDS.types, ())
 
     def _run_row(self, started: Line) -> Row:
-        config, about = _toml(self.path / CONFIG, self._complaints), about_of(self.path)
-        found = _json(self.path / SUMMARY, self._complaints)
+        config, about = _toml(self.path / CONFIG, self._warnings), about_of(self.path)
+        found = _json(self.path / SUMMARY, self._warnings)
         summary = found if isinstance(found, dict) else {}
         mode = (config.get("reward") or {}).get("mode")
         return {
@@ -468,7 +468,7 @@ def _insert_rows(
 ) -> None:
     """Insert rows, whose values are those of JSON, into a table with columns of these types.
 
-    They are sent column by column, whose names are then read once and not in every row: a seventh of the time.
+    They are sent column by column, so that names are read once and not in every row.
     """
     structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
     values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
@@ -500,7 +500,7 @@ GROUP BY round, host, slot, serial
 """A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
 
 
-_DAMAGED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+DAMAGED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, duckdb.Error)
 """What values of other types than expected raise."""
 
 
@@ -523,29 +523,29 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _text(path: Path, complaints: list[str]) -> str | None:
+def _text(path: Path, warnings: list[str]) -> str | None:
     """The content of a regular file, None if there is none."""
     mode = mode_of(path)
     if mode and not stat.S_ISREG(mode):
-        complaints.append(f"{path} is not a regular file and was not read; restore the original.")
+        warnings.append(f"{path} is not a regular file and was not read; restore the original.")
         return None
     return read_text(path, errors="replace") if mode else None
 
 
-def _json(path: Path, complaints: list[str]) -> object:
-    text = _text(path, complaints)
+def _json(path: Path, warnings: list[str]) -> object:
+    text = _text(path, warnings)
     try:
         return None if text is None else json_of(text)
     except ValueError as error:
-        complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
+        warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return None
 
 
-def _toml(path: Path, complaints: list[str]) -> dict[str, Any]:
+def _toml(path: Path, warnings: list[str]) -> dict[str, Any]:
     try:
-        return toml_of(_text(path, complaints) or "")
+        return toml_of(_text(path, warnings) or "")
     except ValueError as error:
-        complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
+        warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return {}
 
 
@@ -566,12 +566,12 @@ _EPISODE_KEYS = {"committed": "committed_accuracy", "live": "live_accuracy", "gr
 _NO_METRIC = {*_ROUND_KEYS.values(), *ROUNDS.types, "ops", "slots", "record", "phase_milliseconds", "memory_bytes"}
 
 
-def read_lines(path: Path, kinds: Sequence[str], complaints: list[str]) -> list[Row]:
+def read_lines(path: Path, kinds: Sequence[str], warnings: list[str]) -> list[Row]:
     """All of `lines_of`."""
-    return list(lines_of(path, kinds, complaints))
+    return list(lines_of(path, kinds, warnings))
 
 
-def lines_of(path: Path, kinds: Sequence[str], complaints: list[str]) -> Iterator[Row]:
+def lines_of(path: Path, kinds: Sequence[str], warnings: list[str]) -> Iterator[Row]:
     """The lines of a file in order; with `kinds`, those of these kinds. A link or other non-file is refused.
 
     A line that is damaged is left out and counted. So is a last line without its end, but nothing is said of it: a run
@@ -581,7 +581,7 @@ def lines_of(path: Path, kinds: Sequence[str], complaints: list[str]) -> Iterato
     if not mode:
         return
     if not stat.S_ISREG(mode):
-        complaints.append(f"{path} is not a regular file and was not read; restore the original.")
+        warnings.append(f"{path} is not a regular file and was not read; restore the original.")
         return
     starts = tuple(f'{{"kind": "{kind}"' for kind in kinds)
     damaged = 0
@@ -598,7 +598,7 @@ def lines_of(path: Path, kinds: Sequence[str], complaints: list[str]) -> Iterato
             else:
                 damaged += 1
     if damaged:
-        complaints.append(f"{path} has {damaged} damaged lines, which were left out; restore it from a backup.")
+        warnings.append(f"{path} has {damaged} damaged lines, which were left out; restore it from a backup.")
 
 
 def round_rows(lines: Sequence[Line]) -> Iterator[Row]:

@@ -245,7 +245,8 @@ ANOMALIES = Table(
 
 EVALUATIONS = Table(
     "evaluations",
-    "Results of `esper evaluate` in the run directory: evaluation*.json, and evaluation.json in a folder of `--out`.",
+    "Results of `esper evaluate` in the run directory: evaluation*.json, and evaluation.json in a folder of `--out`. "
+    "Where the best schedule is known, `esper train` writes one too, evaluation_after_training.json.",
     (
         Column("file", "VARCHAR", "", "the file in the run directory"),
         Column("task", "VARCHAR", "", "task of the hosts"),

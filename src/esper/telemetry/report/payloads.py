@@ -33,7 +33,7 @@ Payload = dict[str, Any]
 class Record(Protocol):
     """The part of the run record that the report reads; its views are listed in docs/record.md."""
 
-    complaints: list[str]
+    warnings: list[str]
 
     def query(self, sql: str, params: Any = ()) -> list[dict[str, Any]]:  # noqa: ANN401
         """The rows of a query."""
@@ -192,7 +192,7 @@ def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
 
 
 def _documents(run: Path) -> dict[str, list[Payload]]:
-    """The evaluations in a run directory by file, oldest first; the record complains about those that are damaged.
+    """The evaluations in a run directory by file, oldest first; the record warns of those that are damaged.
 
     A file of several tasks has one for each.
     """
@@ -240,7 +240,7 @@ def anomalies(record: Record) -> Payload:
         "group by run, kind order by run, times desc"
     )
     newest = record.query("select * from anomalies order by run, round desc, t desc limit 100")
-    return {"kinds": kinds, "newest": newest, "complaints": record.complaints}
+    return {"kinds": kinds, "newest": newest, "warnings": record.warnings}
 
 
 # Hosts and seeds ------------------------------------------------------------------------------------------------------

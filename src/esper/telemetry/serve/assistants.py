@@ -25,7 +25,7 @@ from esper.telemetry.record.schema import TABLES
 from esper.telemetry.report.payloads import evaluation, rounded
 from esper.telemetry.report.payloads import runs as described
 from esper.telemetry.serve import queries
-from esper.telemetry.serve.overview import DAMAGED
+from esper.telemetry.serve.overview import UNREADABLE
 from esper.telemetry.serve.runs import Runs, host
 
 RUNS, POINTS, ROWS, LINES = 100, 20, 200, 30
@@ -63,7 +63,7 @@ def _explained(tool: Callable[P, object]) -> Callable[P, str]:
             found = rounded(tool(*args, **kwargs))
         except EsperError as error:
             raise ToolError(" ".join(str(error).split())) from None
-        except DAMAGED as error:
+        except UNREADABLE as error:
             why = f"{type(error).__name__}: {error}"
             raise ToolError(f"the run cannot be read ({why}); restore its files from a backup.") from None
         text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, default=str)
@@ -88,7 +88,7 @@ class _Tools:
         found = self._runs.overview()
         rows = sorted(found["runs"], key=lambda row: -(row["changed"] or 0.0))
         listed = [
-            {name: row[name] for name in _LISTED} | {"state": _state(row)} | _notes(row["complaints"])
+            {name: row[name] for name in _LISTED} | {"state": _state(row)} | _notes(row["warnings"])
             for row in rows[:RUNS]
         ]
         return {"runs": listed, **_left_out(len(rows) - RUNS, "older runs"), **_notes(found["notes"])}
@@ -121,7 +121,7 @@ class _Tools:
 
     def _of_record(self, run: str, key: str, make: Callable[[Record], dict[str, object]]) -> object:
         """What `make` says of a run, and what is damaged or not written yet."""
-        noted = lambda record: make(record) | _notes(record.complaints)  # noqa: E731
+        noted = lambda record: make(record) | _notes(record.warnings)  # noqa: E731
         return json.loads(self._runs.answer((run,), f"assistant: {key}", noted))
 
 

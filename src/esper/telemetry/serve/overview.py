@@ -18,10 +18,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import final
 
-import duckdb
-
 from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
-from esper.telemetry.record.reader import round_rows
+from esper.telemetry.record.reader import DAMAGED, round_rows
 from esper.telemetry.report.payloads import Payload, rounded
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY
 
@@ -33,8 +31,8 @@ _SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
 _RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
 _NAMES = (*_SETTINGS, *_RESULTS, "reward", "rounds", "finished", "seconds", "best", "changed")
 _SHOWN = re.compile(rf"^(?:{'|'.join(_SETTINGS)}|rounds|mode) = .*$", re.MULTILINE)
-DAMAGED = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, duckdb.Error)
-"""What reading a run may raise: files may be removed meanwhile, and values of damaged ones are of any type."""
+UNREADABLE = (OSError, *DAMAGED)
+"""What reading a run may raise: files may be removed meanwhile."""
 State = tuple[tuple[int, ...] | None, ...]
 
 
@@ -78,7 +76,7 @@ class Row:
         self.shown: Payload = {}
         self.text = b""
         self._settings: Payload = {}
-        self._complaints: list[str] = []
+        self._warnings: list[str] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -103,19 +101,17 @@ class Row:
         try:
             act()
             row = self._known()
-        except DAMAGED as error:
+        except UNREADABLE as error:
             self._begin()
-            complaint = (
-                f"{self._run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
-            )
-            row = {**dict.fromkeys(_NAMES), "curve": [], "complaints": [complaint]}
+            warning = f"{self._run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
+            row = {**dict.fromkeys(_NAMES), "curve": [], "warnings": [warning]}
         self.shown = {"run": self._name, **row}
         self.text = encoded(self.shown)
 
     def _look(self, before: State) -> None:
-        self._complaints = []
+        self._warnings = []
         if self._state[:1] != before[:1]:
-            self._settings = _settings(self._run / CONFIG, self._complaints)
+            self._settings = _settings(self._run / CONFIG, self._warnings)
         metrics = self._run / METRICS
         if stat.S_ISREG(mode_of(metrics)):
             with open_to_read(metrics) as file:
@@ -123,7 +119,7 @@ class Row:
         else:
             self._begin()
             if mode_of(metrics):
-                self._complaints.append(f"{metrics} is not a regular file and was not read; restore the original.")
+                self._warnings.append(f"{metrics} is not a regular file and was not read; restore the original.")
 
     def _look_at(self, file: BufferedReader) -> None:
         if _sum_before(file, self._read) != self._sum:  # a resumed run has cut it, and written on
@@ -166,11 +162,11 @@ class Row:
             "best": max(self._objectives, default=None) if known else None,
             "curve": thinned(self._objectives) if known else [],
             "changed": next((found[0] // 1_000_000_000 for found in self._state[1::-1] if found), None),
-            "complaints": [*self._complaints, *([lost] if damaged else [])],
+            "warnings": [*self._warnings, *([lost] if damaged else [])],
         }
 
 
-def _settings(path: Path, complaints: list[str]) -> Payload:
+def _settings(path: Path, warnings: list[str]) -> Payload:
     """The settings that are shown; the whole file would take milliseconds, which a thousand runs multiply."""
     try:
         text = read_text(path)
@@ -180,7 +176,7 @@ def _settings(path: Path, complaints: list[str]) -> Payload:
         }
         return found if "task" in found else toml_of(text)
     except (OSError, ValueError) as error:
-        complaints.append(f"{path} cannot be read ({error}); restore it from a backup.")
+        warnings.append(f"{path} cannot be read ({error}); restore it from a backup.")
         return {}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from esper.leyline.errors import EsperError, QueryError
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.payloads import rounded
-from esper.telemetry.serve.overview import DAMAGED
+from esper.telemetry.serve.overview import UNREADABLE
 
 SECONDS = 20.0
 """That a query may take, with opening the record."""
@@ -68,7 +68,7 @@ def _answered(runs: Sequence[Path], sql: str, rows: int) -> dict[str, Any]:
             "columns": list(found[0]) if found else [],
             "rows": values,
             **({"left_out": f"{at_least}{dropped:,} more rows; aggregate, or order and limit them"} if dropped else {}),
-            **({"notes": record.complaints} if record.complaints else {}),
+            **({"notes": record.warnings} if record.warnings else {}),
         }
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         found = {"error": " ".join(str(error).split())}
     except MemoryError:
         sys.exit(1)
-    except DAMAGED as error:
+    except UNREADABLE as error:
         found = {"error": f"the record cannot be read ({type(error).__name__}: {error}); restore it from a backup."}
     json.dump(found, sys.stdout)
 

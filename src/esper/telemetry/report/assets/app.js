@@ -49,7 +49,7 @@ function summary({ runs, evaluation, anomalies, differences }) {
   return present(
     many ? comparison(runs, evaluated) : runs.map((run) => tiles(run, evaluated(run))),
     verdicts, unfinished,
-    anomalies.complaints.map((text) => el("p", { class: "finding" }, text)),
+    anomalies.warnings.map((text) => el("p", { class: "finding" }, text)),
     findings.length ? findings : say("No anomaly was found."),
     differences.length ? paired(differences) : null,
   );

@@ -65,7 +65,7 @@ function sortable(columns, rows, caption) {
 function overviewSection({ overview }) {
   const several = overview.runs.length > 1;
   const box = ["", (run) => el("input", { type: "checkbox", name: "run", value: run.run, "aria-label": `compare ${run.run}` }), true, null];
-  const notes = [...overview.notes, ...overview.runs.flatMap((run) => run.complaints)];
+  const notes = [...overview.notes, ...overview.runs.flatMap((run) => run.warnings)];
   const runs = overview.runs.length ? sortable(several ? [RUN_COLUMNS[0], box, ...RUN_COLUMNS.slice(1)] : RUN_COLUMNS, overview.runs, "Runs") : null;
   runs?.classList.add("tall");
   if (overview.reading) ask("now");  // the server answers before it has read all
@@ -238,7 +238,7 @@ function anomalySection({ runs, anomalies }) {
   const many = runs.length > 1;
   const findings = anomalies.kinds.map((kind) => el("p", { class: "finding" }, el("strong", {}, (many ? `${kind.run}: ` : "") + words(kind.kind)), ` (${kind.times}×, last in round ${kind.last_round}) ${kind.message ?? ""} ${kind.advice ?? ""}`));
   const place = (a) => (a.host === null || a.host < 0 || a.t === null ? count(a.round) : el("a", { href: link("/host", { run: a.run, round: a.round, host: a.host, step: a.t }) }, `${a.round}, step ${a.t}, host ${a.host}`));
-  return present(anomalies.complaints.map((text) => el("p", { class: "finding" }, text)), findings.length ? findings : say("No anomaly was found."),
+  return present(anomalies.warnings.map((text) => el("p", { class: "finding" }, text)), findings.length ? findings : say("No anomaly was found."),
     anomalies.newest.length ? [el("h3", {}, "Newest first"), sortable([
       ...(many ? [["run", (a) => a.run, true, (a) => a.run]] : []), ["round", place, true, (a) => a.round], ["kind", (a) => words(a.kind), true, (a) => a.kind],
       ["value", (a) => count(a.value, 3), false, (a) => a.value], ["threshold", (a) => count(a.threshold, 3), false, (a) => a.threshold],

@@ -99,8 +99,8 @@ def cached_library(dtype: torch.dtype = torch.float32) -> Library:
         "native/program.cpp",
         Library,
         what="the native executor",
-        way_out="install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or "
-        "'streamed'",
+        alternative="install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' "
+        "or 'streamed'",
         options=(f"-DESPER_NUMBER={'double' if dtype is torch.float64 else 'float'}",),
     )
 

@@ -1,10 +1,12 @@
 """C++ is compiled once and kept where only its owner can write; every way in which that can fail names the way out."""
 
 import ctypes
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -84,6 +86,16 @@ def test_everything_it_is_made_of_is_in_its_name(tmp_path):
     ]
     assert len({fingerprint(*parts) for parts in made_of}) == len(made_of)
     assert fingerprint(*made_of[0]) == fingerprint(*made_of[0])
+
+
+def test_what_a_killed_compilation_left_goes_but_not_what_another_process_compiles(cache, source):
+    cache.mkdir(parents=True, mode=0o700)
+    old, new = cache / ".draft-old.so", cache / ".draft-new.so"
+    for draft, age in ((old, 7200), (new, 60)):
+        draft.touch()
+        os.utime(draft, (time.time() - age,) * 2)
+    assert answer_of(source) == 42
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 @pytest.mark.parametrize("left", [b"", b"half", None], ids=["empty", "truncated", "altered"])

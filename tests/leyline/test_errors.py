@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from esper.leyline.errors import OperatingSystemError, in_a_sentence, nearest
+from esper.leyline.errors import ConfigError, OperatingSystemError, in_a_sentence, nearest
 
 
 def test_a_name_that_is_nearly_right_is_suggested_before_all_that_are_known() -> None:
@@ -36,7 +36,10 @@ def test_what_the_operating_system_refuses_is_a_sentence(error, said):
     assert raised.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [ValueError("other"), RuntimeError("other"), BrokenPipeError(), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("the null byte"), ValueError("other"), RuntimeError("other"), BrokenPipeError(), KeyError("x")],
+)
 def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as raised, in_a_sentence():
         raise error

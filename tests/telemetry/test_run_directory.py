@@ -67,11 +67,13 @@ def test_a_directory_is_cut_to_the_cursor_of_a_checkpoint(tmp_path: Path) -> Non
         directory.write_metrics({"round": 2})
         directory.write_events([{"kind": "b"}])
         directory.write_summary({"task": "null"})
+    (path / "evaluation_after_training.json").write_text("{}")
     before = contents(path)
     with RunDirectory.reopen(path) as directory:
         assert contents(path) == before  # nothing happens before it is asked for
         directory.rewind(cursor, CONFIG | {"rounds": 9})
-        assert not (path / "summary.json").exists()  # it is not what this run will have come to
+        for result in ("summary.json", "evaluation_after_training.json"):
+            assert not (path / result).exists()  # it is not what this run will have come to
         assert directory.cursor() == cursor  # also where nothing was written since
         directory.write_events([{"kind": "c"}])
         later = directory.cursor()

@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from esper.telemetry.report.figures import picture, write_figures
+from esper.telemetry.report.figures import BLUE, RED, picture, write_figures
 from esper.telemetry.report.page import payloads_of
 from toy_record import ToyRecord, full_record
 
@@ -24,6 +24,26 @@ def test_the_lanes_are_filled_to_alpha():
     figure = picture(run, *(found[name]["a"] for name in ("curves", "behaviour", "hosts")))
     heights = sorted({round(-patch.get_height(), 3) for patch in figure.axes[-1].patches if patch.get_height() <= 0})
     assert heights == pytest.approx([0.0, 0.39, 0.78])  # alpha 0, 0.5 and 1 of a lane of 0.78
+
+
+def test_the_network_that_is_kept_is_drawn_as_on_the_page():
+    found = payloads(full_record())
+    (run,) = found["runs"]
+    figure = picture(run, *(found[name]["a"] for name in ("curves", "behaviour", "hosts")))
+    (accuracy,) = (axes for axes in figure.axes if axes.get_title(loc="left") == "Accuracy")
+    kept, live = accuracy.get_lines()
+    assert [(line.get_color(), line.get_linestyle()) for line in (kept, live)] == [(BLUE, "-"), (RED, ":")]
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["kept network", "with all seeds"]
+
+
+@pytest.mark.parametrize(("mean", "is_said"), [(1.5, False), (9.0, True)])
+def test_a_mean_outside_the_quartiles_is_explained(mean, is_said):
+    found = payloads(full_record())
+    (run,) = found["runs"]
+    curves = found["curves"]["a"] | {"growth": [mean] * 2, "growth_low": [1.0] * 2, "growth_high": [2.0] * 2}
+    figure = picture(run, curves, *(found[name]["a"] for name in ("behaviour", "hosts")))
+    said = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert any("few hosts move the mean out" in text for text in said) == is_said
 
 
 def test_a_run_without_complete_rounds_has_no_picture(tmp_path):

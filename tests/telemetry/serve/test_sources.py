@@ -8,8 +8,9 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record.reader import Record
-from esper.telemetry.serve.runs import LIVE, OPEN, Runs, UnknownRunError, version_of
+from esper.telemetry.serve.runs import LIVE, OPEN, Runs, UnknownRunError, host, version_of
 from served_runs import add_round, write_run
+from toy_record import full_record
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,14 @@ def test_a_host_has_everything_about_its_episode(folder, runs):
     assert {row["term"]: row["value"] for row in found["rewards"] if row["t"] == 3} == {"potential": 0.5, "rent": -0.25}
     assert found["waterfalls"]["8"]["parts"] == [{"members": ["s0"], "value": 15}]  # 45 - 30
     assert len(found["slot_rows"]) == 8
+
+
+def test_the_host_that_is_shown_first_is_the_best_of_those_that_grew(tmp_path):
+    record = full_record()
+    record.database.execute("update episodes set objective = 50 + host, fossilized = 1 - host where round = 2")
+    assert host(record, {"round": 2})["host"] == 0  # host 1 has more points, but nothing grew
+    record.database.execute("update episodes set fossilized = 0 where round = 2")
+    assert host(record, {"round": 2})["host"] == 1
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,16 @@ ENDLESS = ("select * from range(100000000000)", "select length(repeat('x', 20000
 )
 def test_a_query_that_does_not_end_is_stopped_by_ctrl_c(run: Path, sql: str, option: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "esper", "query", str(run), sql, *option]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(5)
-        process.send_signal(signal.SIGINT)
-        assert (process.wait(5), process.stderr.read()) == (130, "esper: stopped\n")
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
+    ) as process:  # fmt: skip
+        try:
+            time.sleep(5)
+            process.send_signal(signal.SIGINT)
+            assert (process.wait(5), process.stderr.read()) == (130, "esper: stopped\n")
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

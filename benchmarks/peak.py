@@ -45,7 +45,7 @@ def gemm_peak() -> float:
 def fma_peak() -> float:
     """Best GFLOP/s of independent multiply-adds in the registers of one core, compiled as esper's kernels are."""
     source = Path(__file__).parent / "fma" / "fma.cpp"
-    run = load(source, lambda path: ctypes.CDLL(str(path)), what="the peak", way_out="leave it out").esper_fma
+    run = load(source, lambda path: ctypes.CDLL(str(path)), what="the peak", alternative="leave it out").esper_fma
     run.restype, run.argtypes = ctypes.c_double, [ctypes.c_long, ctypes.c_float, ctypes.POINTER(ctypes.c_float)]
     sum_, rounds = ctypes.c_float(), 2_000_000
     operations = run(rounds, 0.5, sum_)

@@ -15,7 +15,7 @@ from esper.runs.records import Records
 from esper.telemetry.record.reader import COUNTED, Record, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
-from esper.telemetry.run_directory import RECORD
+from esper.telemetry.run_directory import COMPARISON, RECORD
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -255,6 +255,7 @@ def test_a_damaged_line_is_left_out_and_counted(copy: Path) -> None:
 
 
 def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
+    (copy / COMPARISON).unlink()
     hosts = {"objective": [60.0, 62.0], "committed": [61.0, 63.0], "test": [59.0, 60.0], "growth": [1.1, 1.2]}
     means = {"name": "trained", "objective": 61.0, "committed": 62.0, "test": 59.5, "growth": 1.15, "hosts": hosts}
     (copy / "evaluation.json").write_text(json.dumps({"task": "digits", "controllers": [means]}))
@@ -272,6 +273,7 @@ def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
 
 
 def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None:
+    (copy / COMPARISON).unlink()
     reports = [
         {"task": task, "controllers": [{"name": "trained", "objective": 61.0, "hosts": None}]} for task in ("a", "b")
     ]

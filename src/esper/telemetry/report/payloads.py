@@ -33,7 +33,9 @@ Payload = dict[str, Any]
 class Record(Protocol):
     """The part of the run record that the report reads; its views are listed in docs/record.md."""
 
-    warnings: list[str]
+    @property
+    def warnings(self) -> list[str]:
+        """What is damaged, missing or not written yet."""
 
     def query(self, sql: str, params: Any = ()) -> list[dict[str, Any]]:  # noqa: ANN401
         """The rows of a query."""

@@ -82,8 +82,7 @@ class Record:
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
         self._add_views()
-        if not follows:
-            self._lock()
+        self._lock(follows)
         self._searched = False
 
     @property
@@ -176,6 +175,8 @@ class Record:
 
     def columns(self, table: str) -> dict[str, str]:
         """Type by column of a table; raises QueryError if there is none."""
+        if table not in (known.name for known in TABLES):
+            raise QueryError(f"there is no table {table!r}. {self._known()}")
         return {row["column_name"]: row["column_type"] for row in self.query(f"DESCRIBE {identifier(table)}")}
 
     def close(self) -> None:
@@ -239,11 +240,15 @@ class Record:
             )
             self._database.execute(f"CREATE OR REPLACE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
-    def _lock(self) -> None:
-        """From here on the database reads the parts and nothing else, and these settings cannot be changed."""
-        parts = ", ".join(quoted(file) for run in self._runs.values() for file in run.parts)
+    def _lock(self, follows: bool) -> None:
+        """From here on the database reads the parts and nothing else, and these settings cannot be changed.
+
+        One that follows runs reads whatever is in the folders of parts, where a link may lead elsewhere.
+        """
+        runs = self._runs.values()
+        places = [run.path.absolute() / RECORD for run in runs] if follows else [f for run in runs for f in run.parts]
         for setting in (
-            f"allowed_paths = [{parts}]",
+            f"{'allowed_directories' if follows else 'allowed_paths'} = [{', '.join(map(quoted, places))}]",
             "enable_external_access = false",
             "python_enable_replacements = false",
             "lock_configuration = true",
@@ -256,7 +261,8 @@ def open_record(paths: Sequence[Path], follows: bool = False) -> Record:
 
     Args:
         paths: run directories.
-        follows: whether it can be `read_on`. The database is then not locked, and must not be asked what others wrote.
+        follows: whether it can be `read_on`. It must not be asked what others wrote: it reads all files that are beside
+            the parts, also where links lead.
 
     Raises:
         RunDirectoryError: a path is not a run directory, or its run is of another version.

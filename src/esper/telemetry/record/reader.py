@@ -223,11 +223,8 @@ class Record:
             return
         self._searched = True
         for name, run in self._runs.items():
-            try:
-                found = list(find(self.query, name))
-            except DAMAGED as error:
-                raise _damaged(str(run.path), error) from error
-            run.replace(ANOMALIES, found)
+            with damage_said([run.path]):
+                run.replace(ANOMALIES, list(find(self.query, name)))
 
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
@@ -271,10 +268,8 @@ def open_record(paths: Sequence[Path], follows: bool = False) -> Record:
         raise RunDirectoryError("no run was named; give at least one run directory.")
     for path in paths:
         require_run(path)
-    try:
+    with damage_said(paths):
         return Record(list(paths), follows)
-    except DAMAGED as error:
-        raise _damaged(", ".join(map(str, paths)), error) from error
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:
@@ -572,11 +567,16 @@ DAMAGED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, 
 """What values of other types than expected raise."""
 
 
-def _damaged(where: str, error: Exception) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"the record of {where} cannot be read ({_first_line(error)}); one of its files is damaged: restore it from a "
-        "backup."
-    )
+@contextmanager
+def damage_said(runs: Sequence[Path]) -> Iterator[None]:
+    """Raises RunDirectoryError where values of these runs are of other types than expected."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise RunDirectoryError(
+            f"the record of {', '.join(map(str, runs))} cannot be read ({_first_line(error)}); one of its files is "
+            "damaged: restore it from a backup."
+        ) from error
 
 
 def _data_of(identity: object) -> str | None:

@@ -228,6 +228,7 @@ def test_factors_of_four_steps(schedule, warmup, factors):
 def test_the_factors_of_a_seed_begin_to_fall_with_its_birth():
     spec = OptimizerSpec(schedule="linear", warmup=2)
     assert [schedule_factor(spec, t, 8, born=4) for t in range(5, 9)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert schedule_factor(spec, 8, 8, born=8) == schedule_factor(OptimizerSpec(schedule="cosine"), 1, 1, born=1) == 1.0
     # born in the warm-up, it rises with the host
     assert [schedule_factor(spec, t, 8, born=1) for t in range(2, 9)] == pytest.approx(
         [schedule_factor(spec, t, 8) for t in range(2, 9)]

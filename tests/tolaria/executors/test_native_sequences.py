@@ -496,5 +496,20 @@ def test_attention_that_is_written_out_agrees_with_pytorch():
     assert disagreement(Explicit(), features(7)) is None
 
 
-def test_a_module_that_converts_to_float32_is_compared_in_float32():
+class Narrow(nn.Module):
+    """Batch normalization of what hardly differs, which makes the rounding of float32 large."""
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.norm, self.convert = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), convert
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.one(self.convert(x) / 1000))
+
+
+def test_a_module_that_converts_to_float32_is_compared_in_double_precision():
     assert disagreement(GateNetwork(64, causal=True), torch.randn(1, 64, 64)) is None
+    assert disagreement(Narrow(lambda x: x.float()), torch.randn(9, WIDTH)) is None
+    assert disagreement(Narrow(lambda x: x.float()), torch.arange(9 * WIDTH).view(9, WIDTH)) is None
+    with pytest.raises(NoRuleError, match="a conversion to torch.float16"):
+        disagreement(Narrow(lambda x: x.half().float()), torch.randn(9, WIDTH))

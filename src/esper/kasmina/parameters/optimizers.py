@@ -81,7 +81,7 @@ def schedule_factor(spec: OptimizerSpec, t: int, episode_length: int, *, born: i
     done = t - 1
     if done < spec.warmup:
         return (done + 1) / (spec.warmup + 1)
-    begin = max(spec.warmup, born)
+    begin = min(max(spec.warmup, born), episode_length - 1)  # a seed of the last step is not trained any more
     share = (done - begin) / (episode_length - begin)
     match spec.schedule:
         case "constant":

@@ -328,6 +328,10 @@ def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
 
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
+    if np.ma.is_masked(value):
+        raise DataError(
+            f"{place} has masked values, which PyTorch does not know; fill them (.filled), or leave them out."
+        )
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share

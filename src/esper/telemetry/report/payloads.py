@@ -245,8 +245,9 @@ def importance(record: Record) -> dict[str, Payload]:
 def _importance(run: Path) -> Payload:
     file = run / IMPORTANCE
     with suppress(ValueError):
-        if stat.S_ISREG(mode_of(file)) and "groups" in (found := read_json(file)):
-            return dict(found)
+        found = read_json(file) if stat.S_ISREG(mode_of(file)) else None
+        if isinstance(found, dict) and "groups" in found:
+            return found
     return {"why": f"{command('report', run, plugins=plugins_of(run))} measures it."}
 
 

@@ -1,10 +1,13 @@
 """A module as instructions beside the same module in PyTorch, on the same weights and inputs."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.layout import Template
@@ -43,6 +46,15 @@ def gradient_like(outputs: Tensor) -> Tensor:
     return found.view(outputs.shape) / max(1, len(outputs))
 
 
+class _InDouble(TorchDispatchMode):
+    """Conversions to float32 are to float64 here, as the instructions take all numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else kwargs))
+
+
 def by_torch(template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, training: bool) -> Outcome:
     """A module with these weights in PyTorch; the gradient of its outputs is `gradient_like` them."""
     buffers, own = buffers.clone(), Template(copy.deepcopy(template.module))
@@ -52,7 +64,8 @@ def by_torch(template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, tra
     given = x.clone().requires_grad_(x.is_floating_point())
     own.bind(leaf, buffers, Draws(_MOMENT, _HOST, 0))
     inputs = given.clone() if x.is_floating_point() else x
-    outputs = own(inputs, lambda slot_id, h: h) if hasattr(own.module, "execution_order") else own(inputs)
+    with _InDouble() if row.dtype is torch.float64 else nullcontext():  # type: ignore[no-untyped-call]
+        outputs = own(inputs, lambda slot_id, h: h) if hasattr(own.module, "execution_order") else own(inputs)
     if not training:
         return Outcome(outputs.detach(), None, None, buffers)
     wanted = (leaf, given) if x.is_floating_point() else (leaf,)
@@ -150,18 +163,13 @@ def disagreement(
     if x.is_floating_point():
         x = torch.randn(x.shape, generator=generator, dtype=dtype)
 
-    def in_float32() -> str | None:
-        inputs = x.float() if x.is_floating_point() else x
-        return disagreement(
-            template, inputs, dtype=torch.float32, tolerance=IN_FLOAT32, chunk=chunk, graphs=graphs
-        )  # fmt: skip
-
     for training, graph in zip((True, False), graphs, strict=True):
         try:
             want = by_torch(template, row, buffers, x, training=training)
         except (RuntimeError, TypeError, ValueError) as error:
-            if dtype is torch.float64:  # it converts to float32 itself
-                return in_float32()
+            if dtype is torch.float64:  # it makes numbers of float32 itself
+                x, dtype = x.float() if x.is_floating_point() else x, torch.float32
+                return disagreement(template, x, dtype=dtype, tolerance=IN_FLOAT32, chunk=chunk, graphs=graphs)
             raise NoRuleError(f"PyTorch cannot run it: {' '.join(str(error).split())[:200]}") from error
         found = by_instructions(graph, row, buffers, x, training=training, chunk=chunk)
         for name, a in vars(found).items():
@@ -172,10 +180,6 @@ def disagreement(
                 continue
             scale = max(1.0, float(b.abs().max()))
             if not torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True):
-                if dtype is torch.float64 and any(
-                    str(node.target).startswith(("aten.to.", "aten._to_copy")) for node in graph.nodes
-                ):
-                    return in_float32()  # PyTorch rounds to float32 where it converts
                 mode = "training" if training else "evaluation"
                 return f"its {name.replace('_', ' ')} differ from PyTorch's in {mode}"
     return None

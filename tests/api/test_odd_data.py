@@ -1,0 +1,136 @@
+"""Data as users have them: each kind works as PyTorch does with it, or is refused in one paragraph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import esper
+from esper.leyline.errors import EsperError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randint(-100, 100, (64, 6), generator=GENERATOR).float()  # the same in every dtype
+Y = torch.randint(0, 3, (64,), generator=GENERATOR)
+VAL = torch.randint(-100, 100, (20, 6), generator=GENERATOR).float(), torch.arange(20) % 3
+NAN, INF = float("nan"), float("inf")
+
+
+class Net(nn.Module):
+    """[B, 6] of any dtype -> logits [B, 3], with two slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.two(torch.relu(self.norm(self.one(x.float() / 100))))))
+
+
+def result(method: str = "plain", executor: str = "auto", **given: Any) -> tuple[float | None, float | None]:
+    """Points on the validation and the test split of the network that is grown."""
+    data = {"train": (X, Y), "val": VAL, "test": VAL, "batch": 16, "episode_length": 3, "lr": 1e-2}
+    task = esper.Task(Net, ["one", "two"], **(data | given))
+    grown = esper.grow(task, method, budget=esper.Budget(flops=8e5), executor=executor, progress=False)
+    return grown.points, grown.test_points
+
+
+def of(change: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """The inputs of all splits, changed."""
+    return {"train": (change(X), Y), "val": (change(VAL[0]), VAL[1]), "test": (change(VAL[0]), VAL[1])}
+
+
+def read_only(x: Tensor) -> np.ndarray:
+    array = x.numpy().copy()
+    array.setflags(write=False)
+    return array
+
+
+AS_THEY_ARE = {
+    "int8": of(lambda x: x.to(torch.int8)),
+    "int64": of(lambda x: x.long()),
+    "float64": of(lambda x: x.double()),
+    "float16": of(lambda x: x.half()),
+    "bfloat16": of(lambda x: x.bfloat16()),
+    "big-endian": of(lambda x: x.numpy().astype(">f4")),
+    "transposed in memory": of(lambda x: x.t().contiguous().t()),
+    "every second row": of(lambda x: x.repeat_interleave(2, 0)[::2]),
+    "backwards": of(lambda x: x.flip(0).numpy()[::-1]),
+    "read-only": of(read_only),
+    "lists": of(lambda x: x.tolist()),
+    "a mask that masks nothing": of(lambda x: np.ma.masked_greater(x.numpy(), 1e9)),
+    "with a gradient": of(lambda x: x.clone().requires_grad_()),
+    "labels of uint8": {"train": (X, Y.to(torch.uint8))},
+    "labels of int32": {"train": (X, Y.int().numpy())},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[float | None, float | None]:
+    return result(executor="native")
+
+
+@pytest.mark.parametrize("given", AS_THEY_ARE.values(), ids=AS_THEY_ARE.keys())
+def test_numbers_are_the_same_in_every_form(given, expected):
+    assert result(executor="native", **given) == expected
+
+
+WORKS = {
+    "one class in training": {"train": (X, torch.zeros(64, dtype=torch.int64))},
+    "constant inputs": of(torch.ones_like),
+    "inputs of zeros": of(torch.zeros_like),
+    "one example to validate and test": {"val": (X[:1], Y[:1]), "test": (X[:1], Y[:1])},
+    "a batch larger than the data": {"batch": 1000},
+    "huge inputs": {"train": (1e30 * X, Y)},
+    "a huge learning rate": {"lr": 1e6},
+    "one step": {"episode_length": 1},
+    "two steps": {"episode_length": 2},
+    "two steps and halving": {"episode_length": 2, "method": "halving"},
+}
+
+
+@pytest.mark.parametrize("executor", ["streamed", "native"])
+@pytest.mark.parametrize("given", WORKS.values(), ids=WORKS.keys())
+def test_a_network_is_kept_and_measured_whatever_the_data(given, executor):
+    for points in result(executor=executor, **given):
+        assert points is not None
+        assert 0.0 <= points <= 100.0
+
+
+REFUSED = {
+    "label below 0": ({"train": (X, Y - 1)}, r"train.y\[\d+\] is -1, expected 0..2; correct it"),
+    "label above the classes": ({"train": (X, Y + 1)}, r"train.y\[\d+\] is 3, expected 0..2"),
+    "huge label": ({"train": (X, Y + 10**12)}, r"is 100000000000\d, expected 0..2"),
+    "labels of floats": ({"train": (X, Y.float())}, "targets .* do not fit the outputs .*; give classes"),
+    "a column of labels": ({"train": (X, Y[:, None])}, "targets .* do not fit the outputs .*; give classes"),
+    "labels that are NaN": ({"train": (X, Y * NAN)}, "train.y.0. is NaN or infinite .*; remove or replace them"),
+    "validation labels above": ({"val": (VAL[0], VAL[1] + 5)}, r"val.y\[0\] is 5, expected 0..2"),
+    "inputs that are NaN": ({"train": (X * NAN, Y)}, "train.x.0. is NaN or infinite"),
+    "infinite inputs": ({"train": (X + INF, Y)}, "train.x.0. is NaN or infinite"),
+    "validation inputs that are NaN": ({"val": (VAL[0] * NAN, VAL[1])}, "val.x.0. is NaN or infinite"),
+    "masked values": ({"train": (np.ma.masked_greater(X.numpy(), 0), Y)}, "masked values.*; fill them"),
+    "complex": ({"train": (X + 1j, Y)}, "use .*torch.view_as_real"),
+    "objects": ({"train": (X.numpy().astype(object), Y)}, "ndarray of object, expected"),
+    "labels in words": ({"train": (X, np.array(["cat"] * 64))}, "np.unique"),
+    "ragged": ({"train": ([[1], [1, 2]], [0, 1])}, "make its rows equally long"),
+    "no examples": ({"train": (X[:0], Y[:0])}, "train is empty, expected examples"),
+    "nothing to validate": ({"val": (X[:0], Y[:0])}, "val is empty, expected examples; leave it out"),
+    "fewer labels": ({"train": (X, Y[:63])}, "x has 64 examples but y has 63; they must be equally many"),
+    "a number": ({"train": (torch.tensor(1.0), torch.tensor(1))}, "expected examples along the first axis"),
+    "None": ({"train": (None, Y)}, "NoneType, expected a tensor, an array or a number"),
+    "fewer features": ({"train": (X[:, :5], Y)}, "Net cannot process inputs"),
+    "validation of another shape": ({"val": (VAL[0][:, :5], VAL[1])}, "val.x has examples .*; make them equal"),
+    "one example": ({"train": (X[:1], Y[:1])}, "a batch of one example, and normalization .* needs two: give .* more"),
+    "a batch of one": ({"batch": 1}, "a batch of one example, and normalization .* needs two: give a larger batch"),
+    "a batch of none": ({"batch": 0}, "batch is 0; it must be at least 1"),
+    "no step": ({"episode_length": 0}, "episode_length is 0"),
+    "a learning rate of NaN": ({"lr": NAN}, "lr is nan"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_has_no_meaning_is_refused_in_a_sentence(given, message):
+    with pytest.raises(EsperError, match=message):
+        result(**given)

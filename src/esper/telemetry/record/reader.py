@@ -69,7 +69,7 @@ class Record:
         warnings: sentences about what is damaged, missing or not written yet.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], names: Sequence[str] = ()) -> None:
         self._database = duckdb.connect(":memory:")
         self.warnings: list[str] = []
         for setting in (
@@ -79,7 +79,7 @@ class Record:
             "parquet_metadata_cache = true",  # parts never change
         ):
             self._database.execute(f"SET {setting}")
-        names = _unique_names(paths)
+        names = names or _unique_names(paths)
         self._runs = {
             name: _RunTables(path, f"run_{i}", self._database, self.warnings)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
@@ -235,8 +235,8 @@ class Record:
             self._database.execute(f"SET {setting}")
 
 
-def open_record(paths: Sequence[Path]) -> Record:
-    """The record of these run directories, as it is now.
+def open_record(paths: Sequence[Path], names: Sequence[str] = ()) -> Record:
+    """The record of these run directories, as it is now; `names` of the runs, else those of their directories.
 
     Raises:
         RunDirectoryError: a path is not a run directory, or its run is of another version.
@@ -246,7 +246,7 @@ def open_record(paths: Sequence[Path]) -> Record:
     for path in paths:
         require_run(path)
     try:
-        return Record(list(paths))
+        return Record(list(paths), names)
     except DAMAGED as error:
         raise _damaged(", ".join(map(str, paths)), error) from error
 

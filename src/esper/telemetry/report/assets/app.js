@@ -360,8 +360,8 @@ function heading(runs) {
   return [el("h1", {}, runs.map((run) => run.run).join(", ") || "Report"), say(about[0])];
 }
 
-/** A section with what it draws. */
-const framed = ({ id, title }, ...content) => el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...content);
+/** A section with what it draws; without a title it goes on with the one before. */
+const framed = ({ id, title }, ...content) => el("section", { id, "aria-labelledby": title && `${id}-title` }, title && el("h2", { id: `${id}-title` }, title), ...content);
 
 /** Draws all sections with the payloads that `load(name)` promises. */
 async function start(load) {

@@ -48,7 +48,7 @@ function onInterval(place, choose) {
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
 
 /** Lines over x, with a band where rows have low and high. Series are [{name, color, dash, rows: [{x, y, low, high}]}]. */
-function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain, log = false }) {
+function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain, log = false, band = "quartiles of the hosts" }) {
   const shown = series.filter((one) => one.rows.some((row) => row.y !== null && row.y !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
@@ -67,14 +67,14 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
       ...near.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),
       ...shown.map((one) => Plot.lineY(one.rows, { x: "x", y: "y", stroke: one.color, strokeWidth: 2, strokeDasharray: one.dash })),
       ...shown.filter((one) => one.rows.length <= 12).map((one) => Plot.dot(one.rows, { x: "x", y: "y", fill: one.color, r: 3 })),
-      Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\nquartiles ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
+      Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\n${band}: ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
     ],
   });
   const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(low != null ? { low, high } : {}) }));
   const listed = (some) => some.map((limit) => limit.label).join(", ");
   const outside = banded.some((row) => row.y < row.low || row.y > row.high);
-  const notes = [note, banded.length && "Band: quartiles of the hosts.", near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
-  return figure({ title, note: notes.filter(Boolean).join(" "), rows, draw, key: legend ?? (shown.length > 1 ? keys(shown) : null) });
+  const notes = [note, near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
+  return figure({ title, note: notes.filter(Boolean).join(" "), rows, draw, key: legend ?? keys([...(shown.length > 1 ? shown : []), ...(banded.length ? [{ name: `line: mean, band: ${band}`, color: shown.length > 1 ? "currentColor" : shown[0].color, band: true }] : [])]) });
 }
 
 /** Rows of {x, part, value} stacked on each x, positive parts up and negative ones down. */

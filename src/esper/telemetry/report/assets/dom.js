@@ -59,14 +59,15 @@ function toggle(label, change) {
   return el("label", {}, box, " " + label);
 }
 
-/** The key of a chart: names with colours, and dashes of lines. */
-function keys(entries) {
-  return el("ul", { class: "keys" }, entries.map(({ name, color, dash, fill }) => {
-    const mark = fill ? svg("rect", { width: 18, height: 12, fill: color, stroke: "currentColor", "stroke-opacity": 0.5 })
-      : svg("line", { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash ?? "none" });
-    return el("li", {}, svg("svg", { "aria-hidden": "true" }, mark), name);
-  }));
+/** How a chart draws something: in a colour, as a dashed line, filled, or as a line in a band. */
+function mark({ color, dash = "none", fill, band }) {
+  const box = fill ? { stroke: "currentColor", "stroke-opacity": 0.5 } : { "fill-opacity": 0.25 };
+  return svg("svg", { class: "mark", "aria-hidden": "true" }, fill || band ? svg("rect", { width: 18, height: 12, fill: color, ...box }) : [],
+    fill ? [] : svg("line", { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash }));
 }
+
+/** The key of a chart: names with their marks. */
+const keys = (entries) => (entries.length ? el("ul", { class: "keys" }, entries.map((entry) => el("li", {}, mark(entry), entry.name))) : null);
 
 /**
  * A titled chart that fits its width, with its data as a table and its picture as SVG.

@@ -165,7 +165,7 @@ function hostView(run, round, host) {
   const results = `100·J ${number(host.objective)}, kept network ${number(host.committed)} %, growth ${number(host.growth)}×; ${host.germinated} germinated, ${host.fossilized} fossilized, ${host.pruned} pruned, ${host.rollbacks} rolled back.`;
   return present(
     el("p", {}, el("strong", {}, `Host ${host.host}: `), results, instanceOf(host)),
-    lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", domain: undefined, marginLeft: 60, height: 190 }),
+    lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", xDomain: [0.5, run.episode_length + 0.5], marginLeft: 60, height: 190 }),
     host.segments.length ? lanes({ host, slots: run.slots, length: run.episode_length })
       : host.seeds.length ? table(SEED_COLUMNS, host.seeds, "Seeds") : say("No seed germinated in this episode."),
     host.waterfall ? waterfall({ parts: host.waterfall, blueprints }) : say("The final network was not measured without its seeds, so their parts are unknown."),

@@ -70,7 +70,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
       Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\n${band}: ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
     ],
   });
-  const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(low != null ? { low, high } : {}) }));
+  const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(banded.length ? { low, high } : {}) }));
   const listed = (some) => some.map((limit) => limit.label).join(", ");
   const outside = banded.some((row) => row.y < row.low || row.y > row.high);
   const notes = [note, near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
@@ -116,7 +116,7 @@ function shares({ title, note, rows, colors, names, top }) {
   if (!rows.length) return null;
   const order = Object.keys(colors);
   const draw = (width) => plot(width, {
-    height: 44 + 26 * names.length, marginLeft: 112,
+    height: 44 + 26 * names.length, marginLeft: 112, marginRight: 24,
     x: { label: null, percent: true, tickFormat: (value) => `${value} %`, ticks: 4, domain: [0, 100 * top] }, y: { label: null, domain: names },
     color: { domain: order, range: order.map((name) => colors[name]) },
     marks: [
@@ -132,8 +132,8 @@ function shares({ title, note, rows, colors, names, top }) {
 function ranked({ title, note, rows, names, percent = false }) {
   const text = (value) => (percent ? `${number(100 * value, 1)} %` : number(value, 4));
   const draw = (width) => plot(width, {
-    height: 44 + 18 * names.length, marginLeft: 152,
-    x: { label: null, grid: true, percent, ticks: Math.max(2, width / 110), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
+    height: 44 + 18 * names.length, marginLeft: 152, marginRight: 24,
+    x: { label: null, grid: true, percent, ticks: Math.max(2, (width - 152) / 70), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
     y: { label: null, domain: names, tickSize: 0 },
     marks: [
       Plot.barX(rows, { x: "value", y: "name", fill: C.blue, fillOpacity: 0.35, stroke: C.blue, insetTop: 2.5, insetBottom: 2.5 }),
@@ -176,7 +176,7 @@ function frontier({ title, note, rows, x, xLabel, y, log }) {
       Plot.ruleX(shown, { x: "x", y1: (row) => row.y - row.dy, y2: (row) => row.y + row.dy, stroke: "color" }),
       Plot.ruleY(shown, { y: "y", x1: left, x2: (row) => row.x + row.dx, stroke: "color" }),
       Plot.dot(shown, { x: "x", y: "y", fill: "color", r: 5, stroke: "var(--paper)" }),
-      ...labels.map(({ row, dx, dy, anchor }) => Plot.text([row], { x: "x", y: "y", text: "label", dx, dy, textAnchor: anchor, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 })),
+      ...labels.map(({ row, text, dx, dy, anchor }) => Plot.text([row], { x: "x", y: "y", text: () => text, dx, dy, textAnchor: anchor, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 })),
       Plot.tip(shown, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.label}\naccuracy ${plusMinus(row.y, row.dy)}\n${xLabel} ${plusMinus(row.x, row.dx)}` })),
     ],
   });
@@ -186,16 +186,17 @@ function frontier({ title, note, rows, x, xLabel, y, log }) {
 }
 const KINDS = { trained: ["trained controller", C.vermillion], constant: ["constant schedule", C.blue], other: ["other baseline", C.grey] };
 
-/** Where the labels of points do not cover each other: above the point, else higher or lower. */
+/** Where the labels of points do not cover each other: above the point, else higher or lower; those without room are shortened. */
 function labelPlaces(drawn, rows, width) {
   const [sx, sy] = [drawn.scale("x"), drawn.scale("y")], taken = [];
   return d3.sort(rows, (row) => -row.y).map((row) => {
-    const x = sx.apply(row.x), y = sy.apply(row.y), length = row.label.length * 6.2;
-    const anchor = x + length > width - 20 ? "end" : "start", from = anchor === "end" ? x - length - 8 : x + 8;
+    const x = sx.apply(row.x), y = sy.apply(row.y), most = Math.floor((Math.max(x, width - x) - 16) / 6.2);
+    const text = row.label.length > most ? `${row.label.slice(0, most - 1)}…` : row.label, length = text.length * 6.2;
+    const anchor = x + length > width - 16 ? "end" : "start", from = anchor === "end" ? x - length - 8 : x + 8;
     const free = (dy) => taken.every((t) => from + length < t.from || from > t.to || Math.abs(y + dy - t.y) > 12);
     const dy = [-9, 11, -22, 24, 37, -35].find(free) ?? -9;
     taken.push({ from, to: from + length, y: y + dy });
-    return { row, dx: anchor === "end" ? -8 : 8, dy, anchor };
+    return { row, text, dx: anchor === "end" ? -8 : 8, dy, anchor };
   });
 }
 

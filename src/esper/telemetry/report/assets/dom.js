@@ -43,6 +43,7 @@ function duration(seconds) {
 function table(columns, rows, caption) {
   const head = el("tr", {}, columns.map(([name, , text]) => el("th", { scope: "col", class: text ? "text" : null }, name)));
   const body = rows.map((row) => el("tr", {}, columns.map(([, value, text]) => el("td", { class: text ? "text" : null }, value(row)))));
+  body.forEach((tr) => tr.childNodes.forEach((td) => { if (td.textContent.length > 50) td.classList.add("long"); }));
   return el("div", { class: rows.length > 60 ? "scroll" : "scroll tall", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
 }

@@ -123,7 +123,8 @@ function follow(charts) {
 function stepPanel(found, colors) {
   const [steps, decisions, slots, rewards] = [found.steps, found.decisions, found.slot_rows, found.rewards].map(byStep);
   const most = d3.max(found.rewards, (row) => Math.abs(row.value)) ?? 0, both = found.rewards.some((row) => row.value < 0);
-  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step", tabindex: 0 }, body, parts);
+  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step" }, body, parts);
+  new ResizeObserver(() => panel.style.setProperty("--height", `${panel.offsetHeight}px`)).observe(panel);  // a tall one scrolls to its end
   const draw = (t) => {
     const [step] = steps.get(t) ?? [{}], [decision] = decisions.get(t) ?? [];
     const values = new Map((rewards.get(t) ?? []).map((row) => [row.term, row.value]));

@@ -3,8 +3,8 @@
     python scripts/serve_load.py RUN [--runs 1000] [--rounds 1000] [--large 100] [--in FOLDER]
 
 Copies of RUN with so many rounds are served (3 kB a round, so 3 GB as it stands), ten to a folder, and beside them one
-whose metrics.jsonl has `--large` MB. All figures come from a process of its own, over HTTP and compressed, as for a browser.
-Needs Linux, and the extra `serve`.
+whose metrics.jsonl has `--large` MB. All figures come from a process of its own, over HTTP and compressed, as for a
+browser. Needs Linux, and the extra `serve`.
 """
 
 import argparse

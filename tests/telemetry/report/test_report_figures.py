@@ -50,7 +50,7 @@ def test_no_text_leaves_the_picture():
     assert notes
     for note in notes:
         box = note.get_window_extent()
-        assert 0 <= box.x0
+        assert box.x0 >= 0
         assert box.x1 <= width
 
 

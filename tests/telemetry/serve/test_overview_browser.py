@@ -192,9 +192,11 @@ def test_new_rounds_and_runs_leave_the_view_as_it_is(browser, folder, address):
 
 
 def test_a_run_has_one_colour_in_the_chart_and_in_the_table_which_stays(browser, address):
-    strokes = """() => Object.fromEntries([...document.querySelectorAll('#overview > div > .scroll tbody tr')].map((tr) => [
-        tr.querySelector('a').innerText, [...tr.querySelectorAll('.mark line, td path')].map((e) => e.getAttribute('stroke'))]))"""
-    lines = "[...document.querySelectorAll('#overview .keys li')].map((li) => [li.innerText, li.querySelector('line').getAttribute('stroke')])"
+    strokes = """() => Object.fromEntries([...document.querySelectorAll('#overview > div > .scroll tbody tr')]
+        .map((tr) => [tr.querySelector('a').innerText,
+            [...tr.querySelectorAll('.mark line, td path')].map((e) => e.getAttribute('stroke'))]))"""
+    lines = """[...document.querySelectorAll('#overview .keys li')]
+        .map((li) => [li.innerText, li.querySelector('line').getAttribute('stroke')])"""
     with page(browser, address) as tab:
         drawn(tab)
         before = tab.evaluate(strokes)

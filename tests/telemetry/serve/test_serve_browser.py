@@ -73,7 +73,8 @@ def test_every_view_is_drawn_without_complaint_and_fits_the_width(browser, addre
 
 STROKES = """(place) => [...document.querySelectorAll(place)].map((key) => [...key.querySelectorAll('li')]
     .filter((li) => /kept network|with all seeds/.test(li.innerText))
-    .map((li) => [li.innerText.replace('accuracy, ', ''), ...['stroke', 'stroke-dasharray'].map((a) => li.querySelector('line').getAttribute(a))]))
+    .map((li) => [li.innerText.replace('accuracy, ', ''),
+        ...['stroke', 'stroke-dasharray'].map((name) => li.querySelector('line').getAttribute(name))]))
     .filter((key) => key.length)"""
 """Names, colours and dashes of the two networks in each key of a page."""
 

@@ -136,6 +136,23 @@ def test_help_whose_reader_has_left_ends_in_silence():
         assert process.wait(timeout=120) == 0
 
 
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback():
+    script = """
+import os, runpy, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "tyro":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("esper", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script, "tasks"], capture_output=True, check=False, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_", "ignored"), [(signal.SIGHUP, False), (signal.SIGHUP, True), (signal.SIGTERM, False)]

@@ -33,6 +33,7 @@ from esper.runs.growth import (
     racing_stages,
     stage_ends,
 )
+from esper.runs.state_file import read_state, write_state
 
 CPU = torch.device("cpu")
 
@@ -364,6 +365,33 @@ def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
     (tmp_path / "unfinished").write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
         grow("halving").read(tmp_path / "unfinished")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("t", -1, "t is -1; it must be at least 0"),
+        ("t", 7, "do not fit together"),
+        ("steps", {}, r"steps is \{\}; it must be a whole number"),
+        ("spent", math.nan, "spent is nan"),
+        ("rows", [0, 0], "do not fit together"),
+        ("rows", [99], "do not fit together"),
+        ("rows", [], "do not fit together"),
+        ("stage", 3, "do not fit together"),
+        ("best", [0, 99], "do not fit together"),
+        ("entries", [], "do not fit together"),
+        ("entries", ["x"], r"entries\[0\] is \"x\""),
+        ("stages", [{"until": 0.5, "kept": 0}] * 3, r"stages\[0\].kept is 0; it must be at least 1"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_though_its_checksum_is_right(grow, tmp_path: Path, name, value, message):
+    growth, file = grow("halving"), tmp_path / "unfinished"
+    growth.step()
+    growth.write(file)
+    about, state = read_state(file)
+    write_state(file, about | {name: value}, state)
+    with pytest.raises(CheckpointError, match=f"{message}.*; remove it to begin again"):
+        grow("halving").read(file)
 
 
 # -- impossible budgets ------------------------------------------------------------------------------------------------

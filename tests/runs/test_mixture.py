@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from esper.leyline.errors import CheckpointError
 from esper.runs.assembly.clients import read_learned
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.state_file import read_state
+from esper.runs.state_file import read_state, write_state
 from esper.runs.training.mixture import METRICS, POLICY, STATE, train_mixture
 from esper.tasks.registry import register_task
 from esper.telemetry.progress import RunConsole
@@ -93,6 +94,18 @@ def test_a_folder_of_other_tasks_or_of_something_else_is_refused_and_left_as_it_
         train_mixture(configs(), tmp_path, Interrupting())
     (tmp_path / STATE).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"mixture.safetensors cannot be read"):
+        train_mixture(configs(), tmp_path, Interrupting())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"lines": None}, "lines is null; it must be a list"), ({"scales": ["x"]}, r'scales\[0\] is "x"'),
+     ({"x": 1}, "unknown key x"), (None, "holds no JSON object")],
+)  # fmt: skip
+def test_a_state_that_makes_no_sense_is_refused(undisturbed: Path, tmp_path: Path, change: Any, message: str) -> None:
+    about, state = read_state(undisturbed / STATE)
+    write_state(tmp_path / STATE, about | change if change else [], state)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=message):
         train_mixture(configs(), tmp_path, Interrupting())
 
 

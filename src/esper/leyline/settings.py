@@ -62,7 +62,7 @@ def first_problem(error: ValidationError, table: str = "") -> str:
         "."
     )
     if problem["type"] == "missing":
-        return f"{name} is missing; add it, or start from a preset, which sets every value."
+        return f"{name} is missing."
     wish = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(" after validation")[0]
     for long, short in _SHORT.items():
         wish = wish.replace(long, short)

@@ -40,11 +40,12 @@ from esper.kasmina.parameters.flops import BACKWARD
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH
-from esper.leyline.settings import Positive, check_fields
+from esper.leyline.settings import AtLeast0, AtLeast1, NotNegative, Positive, Share, check_fields
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import parse
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
@@ -253,9 +254,9 @@ class Stage:
             more seed.
     """
 
-    until: float
-    kept: int
-    new: int = 0
+    until: Share
+    kept: AtLeast1
+    new: AtLeast0 = 0
 
 
 def halving_stages(count: int) -> tuple[Stage, ...]:
@@ -350,10 +351,43 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
     return tuple(ends)
 
 
-_PLACE = (
-    "t", "steps", "spent", "seconds", "training_seconds", "rows", "_stage", "_end", "_failed", "_begun", "_measured"
-)  # fmt: skip
-"""Where a growth is, for its file."""
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What the file of a growth says beside its tensors: its `key`, and attributes of `Growth`.
+
+    Raises ConfigError where they do not fit together.
+    """
+
+    key: dict[str, Any]
+    stages: tuple[Stage, ...]
+    entries: tuple[Entry, ...]
+    rows: tuple[AtLeast0, ...]
+    best: tuple[AtLeast0, AtLeast0] | None
+    t: AtLeast0
+    steps: AtLeast1
+    spent: NotNegative
+    seconds: NotNegative
+    training_seconds: NotNegative
+    stage: AtLeast0
+    end: AtLeast0
+    failed: AtLeast0
+    begun: AtLeast0
+    measured: AtLeast0
+
+    def __post_init__(self) -> None:
+        trained, (best, step) = set(self.rows), self.best or (0, 0)
+        if not (
+            self.entries
+            and 0 < len(self.rows) == len(trained)
+            and max(*trained, best) < len(self.entries)
+            and all(e.parent is None or 0 <= e.parent < number for number, e in enumerate(self.entries))
+            and all(len(e.val) == len(e.loss) and e.born <= len(e.val) <= self.t for e in self.entries)
+            and all(len(self.entries[row].val) == self.t for row in trained)
+            and bool(self.best) <= step <= len(self.entries[best].val)
+            and self.stage < len(self.stages)
+            and max(self.begun, self.measured, self.t) <= self.end <= self.steps
+        ):
+            raise ConfigError("its entries, stages and steps do not fit together")
 
 
 @final
@@ -772,14 +806,25 @@ class Growth:
 
     def write(self, file: Path) -> None:
         """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
-        about = {name: getattr(self, name) for name in _PLACE} | {
-            "key": self._key(),
-            "stages": [asdict(stage) for stage in self._stages],
-            "entries": [asdict(entry) for entry in self.entries],
-            "best": self.best[:2] if self.best else None,
-        }
+        about = _Saved(
+            key=self._key(),
+            stages=self._stages,
+            entries=tuple(self.entries),
+            rows=tuple(self.rows),
+            best=self.best[:2] if self.best else None,
+            t=self.t,
+            steps=self.steps,
+            spent=self.spent,
+            seconds=self.seconds,
+            training_seconds=self.training_seconds,
+            stage=self._stage,
+            end=self._end,
+            failed=self._failed,
+            begun=self._begun,
+            measured=self._measured,
+        )
         state = with_prefix("best", self.best[2]) if self.best else {}
-        write_state(file, about, state | with_prefix("rows", self._engine.state_dict()))
+        write_state(file, asdict(about), state | with_prefix("rows", self._engine.state_dict()))
 
     def read(self, file: Path) -> None:
         """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
@@ -789,16 +834,14 @@ class Growth:
                 f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
                 "file."
             )
-        for name in _PLACE:
-            setattr(self, name, about[name])
-        self._stages = tuple(Stage(**stage) for stage in about["stages"])
-        self.entries = [_entry_of(fields) for fields in about["entries"]]
-        self.best = (*about["best"], below("best", state)) if about["best"] else None
+        try:
+            found = parse(_Saved, about)
+        except ConfigError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}; remove it to begin again.") from error
+        self._stages, self.entries, self.rows = found.stages, list(found.entries), list(found.rows)
+        self.best = (*found.best, below("best", state)) if found.best else None
+        self.t, self.steps, self.spent = found.t, found.steps, found.spent
+        self.seconds, self.training_seconds = found.seconds, found.training_seconds
+        self._stage, self._end, self._failed = found.stage, found.end, found.failed
+        self._begun, self._measured = found.begun, found.measured
         self._load(below("rows", state))
-
-
-def _entry_of(fields: Mapping[str, Any]) -> Entry:
-    """The entry of its `asdict`."""
-    candidate = fields["candidate"]
-    seeds = tuple(PlacedSeed(**seed) for seed in candidate["architecture"]["slots"])
-    return Entry(**dict(fields) | {"candidate": Candidate(Architecture(seeds), candidate["rate"])})

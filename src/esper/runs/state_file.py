@@ -53,6 +53,8 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         about = json_of(text)
         if _digest(text, state) != digest:
             raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
+        if not isinstance(about, dict):
+            raise CheckpointError(f"{path} holds no JSON object about its tensors; it is not a file of esper.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return about, state

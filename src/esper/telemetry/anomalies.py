@@ -215,7 +215,7 @@ def find(query: Query, run: str) -> list[dict[str, Any]]:
     for end in range(2 * WINDOW, len(rounds) + 1, WINDOW):
         found += [
             (rounds[end - 1]["round"], None, alarm)
-            for alarm in of_trend(end, objective[:end])
+            for alarm in of_trend(end, objective[end - 2 * WINDOW : end])
             if alarm.name != "objective_rises"
         ]
     columns = (row["column_name"] for row in query("DESCRIBE steps", ()))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import memory_of, with_fossils
-from esper.kasmina.rules.slot_fields import require_known_stages
+from esper.kasmina.rules.slot_fields import require_known_values
 from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import SeedStage
@@ -363,7 +363,7 @@ class VectorizedEngine:
         """Continue where `state_dict` was taken. This resets `client`, so restore the client afterwards.
 
         Raises:
-            CheckpointError: names or shapes differ from those of this engine, or a slot has an invalid stage.
+            CheckpointError: names or shapes differ from those of this engine, or a slot has a value that none has.
         """
         if "place" not in state:
             raise CheckpointError(
@@ -373,7 +373,7 @@ class VectorizedEngine:
         episode, t = (int(v) for v in state["place"])
         self.reset(client, episode)
         self._state = restored(self.state, below("control", state), "engine")
-        require_known_stages(self._state.slots)
+        require_known_values(self._state.slots, self.spec.num_blueprints)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
         self.executor.apply_structure(structure_now(t, self._state, self._coalitions))

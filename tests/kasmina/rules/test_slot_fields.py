@@ -9,7 +9,7 @@ from driver import CPU, HOST_PARAMS, random_episode
 from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
 
 from esper.kasmina.rules.conditions import LifecycleConfig
-from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, vacate
+from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_values, vacate
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.tensor_dataclass import replace
@@ -66,11 +66,15 @@ def test_release_forgets_the_module_and_vacate_forgets_everything_where_the_mask
         assert same(new, want), name
 
 
-@pytest.mark.parametrize("stage", [0, 5, 11, -1])
-def test_a_state_from_outside_with_an_unknown_stage_is_refused(stage):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stage", 0), ("stage", 5), ("stage", 11), ("stage", -1), ("algorithm", 4), ("alpha_mode", -1), ("alpha_curve", 4),
+     ("germ_curve", 9), ("blueprint", 13), ("blueprint", -2)],
+)  # fmt: skip
+def test_a_state_from_outside_with_an_unknown_value_is_refused(name, value):
     slots = empty_slots(2, 3, torch.device("cpu"))
-    require_known_stages(slots)
-    strange = slots.stage.clone()
-    strange[1, 2] = stage
-    with pytest.raises(CheckpointError, match=rf"\[{stage}\]"):
-        require_known_stages(replace(slots, stage=strange))
+    require_known_values(slots, 13)
+    strange = getattr(slots, name).clone()
+    strange[1, 2] = value
+    with pytest.raises(CheckpointError, match=rf"{name} \[{value}\]"):
+        require_known_values(replace(slots, **{name: strange}), 13)

@@ -254,6 +254,72 @@ def test_a_damaged_line_is_left_out_and_counted(copy: Path) -> None:
         assert record.query("SELECT max(round) AS n FROM rounds") == [{"n": ROUNDS}]
 
 
+def everything(record: Record) -> str:
+    return repr([record.query(f"SELECT * FROM {table.name} ORDER BY ALL") for table in TABLES] + record.warnings)
+
+
+def test_a_record_that_follows_a_run_has_what_one_that_is_opened_has(copy: Path) -> None:
+    whole = {name: (copy / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl", COMPARISON, "summary.json")}
+    for name in (COMPARISON, "summary.json"):
+        (copy / name).unlink()
+    parts = shutil.move(copy / RECORD, copy.parent / "parts")
+    (copy / RECORD).mkdir()
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (copy / name).write_text("")
+    with open_record([copy], follows=True) as following:
+        assert following.query("SELECT * FROM anomalies") == []
+        rounds = whole["metrics.jsonl"].splitlines(keepends=True)
+        for number, line in enumerate(rounds, 1):
+            for part in parts.glob(f"*{number}*"):
+                shutil.copy(part, copy / RECORD)  # first as those of a round that has begun
+            assert following.read_on()
+            with open_record([copy]) as opened:
+                assert everything(following) == everything(opened), number
+            if number == 2:
+                line = line.replace(b"{", b'{"new_metric": 0.5, ', 1)  # in the rounds of a later version
+            with (copy / "metrics.jsonl").open("ab") as file:
+                file.write(line[:-5])
+            assert following.read_on()
+            assert len(following.query("SELECT * FROM rounds")) == number - 1, "half a line is none"
+            with (copy / "metrics.jsonl").open("ab") as file:
+                file.write(line[-5:])
+            events = [
+                text
+                for text in whole["events.jsonl"].splitlines(keepends=True)
+                if json.loads(text).get("round") == number or (number == 1 and b'"run_started"' in text)
+            ]
+            with (copy / "events.jsonl").open("ab") as file:
+                file.write(b"".join(events))
+            assert following.read_on()
+            with open_record([copy]) as opened:
+                assert everything(following) == everything(opened), number
+        for name in (COMPARISON, "summary.json"):
+            (copy / name).write_bytes(whole[name])
+        assert following.read_on()
+        with open_record([copy]) as opened:
+            assert everything(following) == everything(opened)
+            assert len(opened.query("SELECT DISTINCT round FROM steps")) == len(rounds) == ROUNDS
+            assert opened.query("SELECT count(new_metric) AS n FROM updates") == [{"n": 1}]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_record_does_not_follow_a_run_that_was_cut_or_is_damaged(copy: Path, name: str) -> None:
+    whole = (copy / name).read_bytes()
+    with open_record([copy], follows=True) as following:
+        assert following.read_on()
+        (copy / name).write_bytes(whole[: len(whole) // 2])
+        assert not following.read_on()
+        (copy / name).unlink()
+        assert not following.read_on()
+    (copy / name).write_bytes(whole)
+    part = next((copy / RECORD).glob("*.parquet"))
+    content = part.read_bytes()
+    part.write_bytes(b"")
+    with open_record([copy], follows=True) as following:
+        part.write_bytes(content)
+        assert not following.read_on(), "a part may be restored"
+
+
 def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
     (copy / COMPARISON).unlink()
     hosts = {"objective": [60.0, 62.0], "committed": [61.0, 63.0], "test": [59.0, 60.0], "growth": [1.1, 1.2]}

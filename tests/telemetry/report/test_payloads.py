@@ -80,6 +80,16 @@ def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tm
     assert (found["task"], found["sources"]) == ("digits", [source])
 
 
+@pytest.mark.parametrize("controllers", [None, [None], [{}], [{"name": ["x"]}], {"name": "x"}])
+def test_an_evaluation_that_makes_no_sense_has_no_verdict(tmp_path, record, controllers):
+    record.database.execute("update runs set path = ?", [str(tmp_path)])
+    record.database.execute("update evaluations set file = 'evaluation.json'")
+    (tmp_path / "evaluation.json").write_text(json.dumps({"verdict": "trained is better.", "controllers": controllers}))
+    (found,) = payload(record, "evaluation")
+    assert len(found["rows"]) == 2
+    assert found["sources"][0]["verdict"] is None
+
+
 def test_a_file_of_several_tasks_has_a_verdict_for_each(tmp_path):
     record = ToyRecord()
     record.add_run(path=str(tmp_path))

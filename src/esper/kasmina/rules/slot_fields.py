@@ -1,6 +1,6 @@
 """Fields of slots and hosts: their empty values, writes under a mask, and the measurements of a step (`ingest`)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 import torch
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.lifecycle import FIRST_RAMP_STEEPNESS, AlphaCurve, AlphaMode, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import FIRST_RAMP_STEEPNESS, Algorithm, AlphaCurve, AlphaMode, LifecycleOp, SeedStage
 from esper.leyline.messages import HostState, Measurements, SlotState
 from esper.leyline.tensor_dataclass import replace, where
 
@@ -118,19 +118,30 @@ def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
     return _fill_empty(slots, where, tuple(EMPTY))
 
 
-def require_known_stages(slots: SlotState) -> None:
-    """Refuse a loaded state with a stage that is never stored. Reads the device, so it does not belong in the loop.
+def require_known_values(slots: SlotState, num_blueprints: int) -> None:
+    """Refuse a loaded state with values that are never stored. Reads the device, so it does not belong in the loop.
 
     Raises:
-        CheckpointError: a stage is UNKNOWN, the unused value 5, or outside the table.
+        CheckpointError: a stage is UNKNOWN or the unused value 5, or a field is outside its table.
     """
-    stored = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN], device=slots.stage.device)
-    unknown = slots.stage[~torch.isin(slots.stage, stored)].unique().tolist()
-    if unknown:
-        raise CheckpointError(
-            f"slots have the stages {unknown}; stored stages are {', '.join(str(int(s)) for s in stored)}. "
-            "The state was changed or is of another version: use an older checkpoint."
-        )
+    stages = set(SeedStage) - {SeedStage.UNKNOWN}
+    tables: dict[str, Collection[int]] = {
+        "stage": stages,
+        "prev_stage": stages,
+        "alpha_curve": set(AlphaCurve),
+        "germ_curve": set(AlphaCurve),
+        "alpha_mode": set(AlphaMode),
+        "algorithm": set(Algorithm),
+        "blueprint": range(-1, num_blueprints),
+    }
+    for name, table in tables.items():
+        found = getattr(slots, name).unique().tolist()
+        if unknown := [value for value in found if value not in table]:
+            known = ", ".join(str(int(value)) for value in sorted(table))
+            raise CheckpointError(
+                f"slots have the {name} {unknown}; stored values are {known}. The state was changed or is of another "
+                "version: use an older checkpoint."
+            )
 
 
 def select(where: Bool[Tensor, "N S"], chosen: Mapping[str, Tensor | float | int], slots: SlotState) -> SlotState:

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import numpy as np
 from jaxtyping import Float, Int
+from pydantic import Field
 
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import ConfigError
@@ -33,6 +34,8 @@ from esper.leyline.files import read_json, read_text, replacing
 from esper.leyline.lifecycle import Algorithm
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import Stream, permutation
+from esper.leyline.settings import AtLeast1, Finite, Positive
+from esper.runs.assembly.values import parse
 from esper.runs.evaluation.results import HALVING, PORTFOLIO, SEARCHED, Outcome, TrainingCost
 from esper.runs.evaluation.tables import counted, short
 from esper.simic.rewards.objective import objective_value
@@ -331,16 +334,26 @@ def is_plans(path: Path) -> bool:
     return path.is_file() and FORMAT in read_text(path, errors="replace")[:100]
 
 
+@dataclass(frozen=True)
+class _Tree:
+    """A plan in a file."""
+
+    structures: Annotated[tuple[tuple[str, ...], ...], Field(min_length=1, max_length=MOST_CANDIDATES)]
+    rungs: tuple[AtLeast1, ...]
+    flops: Positive
+    objective: Finite
+
+
 def read_plans(path: Path, task: str, episode_length: int) -> Plans:
     """The plans of a file; raises ConfigError if it is malformed, or of another task or length."""
     try:
         values = read_json(path)
         of = values["task"], values["episode_length"]
         plans = {name: tuple(_plan(tree) for tree in values[name]) for name in SEARCHED}
-    except (KeyError, TypeError, ValueError) as error:
+    except (ConfigError, LookupError, TypeError, ValueError) as error:
+        why = str(error).rstrip(".") if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{path} does not hold plans of races ({type(error).__name__}: {error}); use a file that `esper search "
-            "--portfolio` wrote."
+            f"{path} does not hold plans of races ({why}); use a file that `esper search --portfolio` wrote."
         ) from error
     if of != (task, episode_length):
         raise ConfigError(
@@ -351,9 +364,9 @@ def read_plans(path: Path, task: str, episode_length: int) -> Plans:
 
 
 def _plan(tree: Mapping[str, Any]) -> RacePlan:
-    structures = tuple(Architecture.of_lines(lines) for lines in tree["structures"])
-    rungs = tuple(int(step) for step in tree["rungs"])
-    return RacePlan(structures=structures, rungs=rungs, flops=float(tree["flops"]), objective=float(tree["objective"]))
+    found = parse(_Tree, tree)
+    structures = tuple(map(Architecture.of_lines, found.structures))
+    return RacePlan(structures=structures, rungs=found.rungs, flops=found.flops, objective=found.objective)
 
 
 def plan_within(plans: Sequence[RacePlan], name: str, budget: float) -> RacePlan:

@@ -11,16 +11,18 @@ OUT/mixture.safetensors what a second call continues from.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.files import replacing
+from esper.leyline.settings import AtLeast0
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
 from esper.runs.assembly.run_config import RunConfig, fingerprint
+from esper.runs.assembly.values import parse
 from esper.runs.report import objective_of
 from esper.runs.state_file import read_state, write_state
 from esper.runs.training.signals import stop_signals
@@ -103,6 +105,13 @@ def _write(
     write_state(path / STATE, {"key": key, "lines": lines, "scales": sorted(scales)}, tensors)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    key: list[Any]
+    lines: list[dict[str, Any]]
+    scales: tuple[AtLeast0, ...]
+
+
 def _begun(path: Path, key: list[Any]) -> tuple[StateTree, dict[int, StateTree], list[dict[str, Any]]]:
     """The policy, the scale of the returns of each task, and the rounds of a training that was begun."""
     if not path.exists():
@@ -110,7 +119,10 @@ def _begun(path: Path, key: list[Any]) -> tuple[StateTree, dict[int, StateTree],
     if not (path / STATE).is_file():
         raise CheckpointError(f"{path} exists and holds no training over several tasks; name another folder.")
     about, state = read_state(path / STATE)
-    if about.get("key") != key:
+    try:
+        begun = parse(_Begun, about)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}; remove it to begin again.") from error
+    if begun.key != key:
         raise CheckpointError(f"{path} was begun with other tasks or settings; give the same ones, or another folder.")
-    scales = {int(i): below(f"scale.{i}", state) for i in about["scales"]}
-    return below("policy", state), scales, list(about["lines"])
+    return below("policy", state), {i: below(f"scale.{i}", state) for i in begun.scales}, begun.lines

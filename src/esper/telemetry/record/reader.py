@@ -12,10 +12,12 @@ import json
 import os
 import stat
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from io import BufferedReader
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -23,7 +25,7 @@ import duckdb
 import numpy as np
 
 from esper.leyline.errors import QueryError, RunDirectoryError
-from esper.leyline.files import json_of, mode_of, read_text, toml_of
+from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 
 MEMORY = "1GiB"
 """Most memory that a query may use."""
-_CHUNK = 1_000
-"""Rows that are inserted at once."""
+_CHUNK, _CHECKED = 1_000, 1 << 13
+"""Rows that are inserted at once, and bytes that are read again to see whether they are the same."""
 COUNTED, COUNTING = 100_000, 2.0
 """Most rows that are counted beyond those that are wanted, and seconds for it."""
 Line = Mapping[str, Any]
@@ -63,15 +65,10 @@ T = TypeVar("T")
 
 @final
 class Record:
-    """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block.
+    """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
-    Attributes:
-        warnings: sentences about what is damaged, missing or not written yet.
-    """
-
-    def __init__(self, paths: Sequence[Path], names: Sequence[str] = ()) -> None:
+    def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
         self._database = duckdb.connect(":memory:")
-        self.warnings: list[str] = []
         for setting in (
             f"memory_limit = '{MEMORY}'",
             "temp_directory = ''",
@@ -81,12 +78,31 @@ class Record:
             self._database.execute(f"SET {setting}")
         names = names or _unique_names(paths)
         self._runs = {
-            name: _RunTables(path, f"run_{i}", self._database, self.warnings)
+            name: _RunTables(path, f"run_{i}", self._database)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
         self._add_views()
-        self._lock()
+        if not follows:
+            self._lock()
         self._searched = False
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what is damaged, missing or not written yet."""
+        return [warning for run in self._runs.values() for warning in run.warnings]
+
+    def read_on(self) -> bool:
+        """Add what the runs have written since; False where they have done something else, and nothing is added.
+
+        Only for a record that was opened with `follows`.
+        """
+        if not all(run.is_continued() for run in self._runs.values()):
+            return False
+        for run in self._runs.values():
+            run.read_on()
+        self._add_views()
+        self._searched = False
+        return True
 
     def query(self, sql: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
         """The rows of one SELECT; `params` fill its question marks.
@@ -210,7 +226,7 @@ class Record:
                 found = list(find(self.query, name))
             except DAMAGED as error:
                 raise _damaged(str(run.path), error) from error
-            _insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, found)
+            run.replace(ANOMALIES, found)
 
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
@@ -221,7 +237,7 @@ class Record:
             selects = (
                 f"SELECT {quoted(name)} AS run, * FROM {run.schema}.{table.name}" for name, run in self._runs.items()
             )
-            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
+            self._database.execute(f"CREATE OR REPLACE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
     def _lock(self) -> None:
         """From here on the database reads the parts and nothing else, and these settings cannot be changed."""
@@ -235,8 +251,13 @@ class Record:
             self._database.execute(f"SET {setting}")
 
 
-def open_record(paths: Sequence[Path], names: Sequence[str] = ()) -> Record:
-    """The record of these run directories, as it is now; `names` of the runs, else those of their directories.
+def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:
+    """The record of these run directories, as it is now.
+
+    Args:
+        paths: run directories.
+        follows: whether it can be `read_on`. The database is then not locked, and must not be asked what others wrote.
+        names: of the runs, else those of their directories.
 
     Raises:
         RunDirectoryError: a path is not a run directory, or its run is of another version.
@@ -246,7 +267,7 @@ def open_record(paths: Sequence[Path], names: Sequence[str] = ()) -> Record:
     for path in paths:
         require_run(path)
     try:
-        return Record(list(paths), names)
+        return Record(list(paths), follows, names)
     except DAMAGED as error:
         raise _damaged(", ".join(map(str, paths)), error) from error
 
@@ -311,56 +332,123 @@ class _RunTables:
     """Makes the schema of one run.
 
     Args:
-        path: the run directory. schema: name of the schema. database: connection. warnings: receives a sentence for
-            whatever cannot be read.
+        path: the run directory. schema: name of the schema. database: connection.
 
     Attributes:
-        parts: files that queries will read.
+        warnings: a sentence for whatever cannot be read.
     """
 
-    def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection, warnings: list[str]) -> None:
-        self.path, self.schema, self.parts = path, schema, list[Path]()
-        self._database, self._warnings = database, warnings
-        self._rounds: list[tuple[int, Mapping[str, str]]] = []  # with the digests of their parts
-        database.execute(f"CREATE SCHEMA {schema}")
-        self._table(ROUNDS.name, ROUNDS.types, ())
+    def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection) -> None:
+        self.path, self.schema = path, schema
+        self.warnings: list[str] = []
+        self._database, self._rounds, self._newest = database, 0, 0
+        self._started: Row = {}
+        self._metrics, self._events = Lines(path / METRICS), Lines(path / EVENTS, ("run_started", "episode"))
+        self._parts: dict[str, list[Path]] = {kind: [] for kind in STORED}  # of complete rounds
+        self._begun: dict[str, list[Path]] = {}  # of the round after them
+        self._faults: dict[tuple[str, str], list[Path]] = {}  # by kind of part and what is wrong
         self._updates = {"round": "INTEGER"}
-        self._table("updates", self._updates, ())
-        for lines in _chunks(lines_of(path / METRICS, (), warnings)):
+        folder = mode_of(path / RECORD)
+        self._has_folder = not folder or stat.S_ISDIR(folder)
+        database.execute(f"CREATE SCHEMA {schema}")
+        self._table("updates", self._updates)
+        for table in (ROUNDS, EPISODES, RUNS, EVALUATIONS, ANOMALIES):
+            self._table(table.name, table.types)
+        self.read_on()
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files that queries will read."""
+        return [part for kind in STORED for part in (*self._parts[kind], *self._begun[kind])]
+
+    def is_continued(self) -> bool:
+        """Whether all that was read is sound, and still there."""
+        return not self._faults and self._metrics.is_continued() and self._events.is_continued()
+
+    def read_on(self) -> None:
+        """Add what is new in the files of the run."""
+        self.warnings = []
+        for lines in _chunks(self._metrics.new()):
             self._add_rounds(lines)
-        events = lines_of(path / EVENTS, ("run_started", "episode"), warnings)
+        events = self._events.new()
         first = next(events, {})
-        started = first if first.get("kind") == "run_started" else {}
-        self._table(EPISODES.name, EPISODES.types, _episode_rows(chain([first], events), started.get("host_params")))
-        self._table(RUNS.name, RUNS.types, [self._run_row(started)])
-        evaluations = [
+        if first.get("kind") == "run_started" and not self._started:
+            self._started = first
+        self._insert(EPISODES, _episode_rows(chain([first], events), self._started.get("host_params")))
+        self.warnings += [*self._metrics.warnings(), *self._events.warnings()]
+        self.replace(RUNS, [self._run_row()])
+        evaluations = (
             row
-            for file in evaluation_files(path)
-            for row in _evaluation_rows(_json(file, warnings), file.relative_to(path).as_posix())
-        ]
-        self._table(EVALUATIONS.name, EVALUATIONS.types, evaluations)
+            for file in evaluation_files(self.path)
+            for row in _evaluation_rows(_json(file, self.warnings), file.relative_to(self.path).as_posix())
+        )
+        self.replace(EVALUATIONS, evaluations)
+        self._begun = {kind: list(self._begun_parts(kind)) for kind in STORED}
+        self._say_faults()
         columns = {kind: self._part_view(kind) for kind in STORED}
         self._step_views(columns["steps"])
         self._view(SLOTS, "part_slots")
-        database.execute(f"CREATE VIEW {schema}.seeds AS {_SEEDS.format(schema=schema)}")
+        self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.seeds AS {_SEEDS.format(schema=self.schema)}")
         self._view(COALITIONS, "part_coalitions", members=_MEMBERS)
-        self._table(ANOMALIES.name, ANOMALIES.types, ())
 
     def _add_rounds(self, lines: Sequence[Line]) -> None:
         """Rows of rounds and updates; the latter get a column for each metric that is new."""
-        self._rounds += [(int(line.get("round") or 0), line.get("record") or {}) for line in lines]
-        _insert_rows(self._database, f"{self.schema}.{ROUNDS.name}", ROUNDS.types, round_rows(lines))
+        self._insert(ROUNDS, round_rows(lines))
         rows, names = _update_rows(lines)
         for name in names:
             if name not in self._updates:
                 self._updates[name] = "DOUBLE"
                 self._database.execute(f"ALTER TABLE {self.schema}.updates ADD COLUMN {identifier(name)} DOUBLE")
         _insert_rows(self._database, f"{self.schema}.updates", self._updates, rows)
+        for line in lines:
+            self._rounds, self._newest = self._rounds + 1, int(line.get("round") or 0)
+            for key, digest in (line.get("record") or {}).items() if self._has_folder else ():
+                self._add_part(str(key), digest)
+
+    def _add_part(self, key: str, digest: object) -> None:
+        """Add a part of the newest round, if it can be read."""
+        kind, _, host = key.partition("-")
+        if kind not in STORED or not (host or "0").isdecimal():
+            return
+        part = part_of(self.path / RECORD, kind, self._newest, int(host or 0))
+        if not mode_of(part):
+            fault = "is missing"
+        elif not stat.S_ISREG(mode_of(part)):
+            fault = "is not a regular file"
+        elif sha256_of(part) != digest:
+            fault = "is damaged: its SHA-256 is not that in metrics.jsonl"
+        else:
+            self._parts[kind].append(part)
+            return
+        self._faults.setdefault((kind, fault), []).append(part)
+
+    def _begun_parts(self, kind: str) -> Iterator[Path]:
+        """The parts of the round that has begun."""
+        if not self._has_folder:
+            return
+        for part in parts_of_round(self.path / RECORD, kind, self._newest + 1):
+            if not stat.S_ISREG(mode_of(part)):
+                continue
+            try:
+                self._database.execute(f"DESCRIBE SELECT * FROM read_parquet({quoted(part)})")
+                yield part
+            except duckdb.Error as error:
+                self.warnings.append(f"{part} cannot be read ({_first_line(error)}); its rows are left out.")
+
+    def _say_faults(self) -> None:
+        if not self._has_folder:
+            self.warnings.append(
+                f"{self.path / RECORD} is a link or a file and was not read; restore the original folder."
+            )
+        for (_, why), parts in self._faults.items():
+            more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
+            self.warnings.append(
+                f"{parts[0]} {why}{more}; its rows are left out. Restore it from a backup to see them."
+            )
 
     def _part_view(self, kind: str) -> list[str]:
         """The view `part_KIND` over all parts that can be read; returns its columns."""
-        files = self._readable_parts(kind)
-        self.parts += files
+        files = (*self._parts[kind], *self._begun[kind])
         types = {c.name: "VARCHAR" if c.type == "VARCHAR[]" else c.type for c in STORED[kind]}
         source, found = "", list[str]()
         if files:
@@ -369,42 +457,10 @@ class _RunTables:
         known = [name for name in found if name in types or name.startswith((TERM, FLAG))]
         missing = [f"NULL::{type} AS {identifier(name)}" for name, type in types.items() if name not in known]
         select = ", ".join([*map(identifier, known), *missing])
-        self._database.execute(f"CREATE VIEW {self.schema}.part_{kind} AS SELECT {select}{source or ' WHERE false'}")
+        self._database.execute(
+            f"CREATE OR REPLACE VIEW {self.schema}.part_{kind} AS SELECT {select}{source or ' WHERE false'}"
+        )
         return [*types, *(name for name in known if name not in types)]
-
-    def _readable_parts(self, kind: str) -> list[Path]:
-        """The parts of complete rounds, without those that are damaged, and of the round that has begun."""
-        folder = self.path / RECORD
-        if mode_of(folder) and not stat.S_ISDIR(mode_of(folder)):
-            self._warnings.append(f"{folder} is a link or a file and was not read; restore the original folder.")
-            return []
-        files, number, faults = list[Path](), 0, dict[str, list[Path]]()
-        for number, digests in self._rounds:
-            for key, digest in digests.items():
-                of, _, host = str(key).partition("-")
-                if of != kind or not (host or "0").isdecimal():
-                    continue
-                part = part_of(folder, kind, number, int(host or 0))
-                if not mode_of(part):
-                    faults.setdefault("is missing", []).append(part)
-                elif not stat.S_ISREG(mode_of(part)):
-                    faults.setdefault("is not a regular file", []).append(part)
-                elif sha256_of(part) != digest:
-                    faults.setdefault("is damaged: its SHA-256 is not that in metrics.jsonl", []).append(part)
-                else:
-                    files.append(part)
-        for why, parts in faults.items():
-            more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
-            self._warnings.append(
-                f"{parts[0]} {why}{more}; its rows are left out. Restore it from a backup to see them."
-            )
-        for begun in filter(lambda part: stat.S_ISREG(mode_of(part)), parts_of_round(folder, kind, number + 1)):
-            try:
-                self._database.execute(f"DESCRIBE SELECT * FROM read_parquet({quoted(begun)})")
-                files.append(begun)
-            except duckdb.Error as error:
-                self._warnings.append(f"{begun} cannot be read ({_first_line(error)}); its rows are left out.")
-        return files
 
     def _view(self, table: Table, source: str, where: str = "", **expressions: str) -> None:
         columns = (
@@ -412,29 +468,29 @@ class _RunTables:
             for name in table.types
         )
         text = f"SELECT {', '.join(columns)} FROM {self.schema}.{source}{where and f' WHERE {where}'}"
-        self._database.execute(f"CREATE VIEW {self.schema}.{table.name} AS {text}")
+        self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.{table.name} AS {text}")
 
     def _step_views(self, columns: Sequence[str]) -> None:
         """steps, decisions and rewards."""
         flags = "".join(f", {identifier(name)}" for name in columns if name.startswith(FLAG))
         names = ", ".join(identifier(name) for name in STEPS.types)
         schema = self.schema
-        self._database.execute(f"CREATE VIEW {schema}.steps AS SELECT {names}{flags} FROM {schema}.part_steps")
+        self._database.execute(
+            f"CREATE OR REPLACE VIEW {schema}.steps AS SELECT {names}{flags} FROM {schema}.part_steps"
+        )
         self._view(DECISIONS, "part_steps", where="op IS NOT NULL")
         terms = [
             f"SELECT round, t, host, {quoted(name.removeprefix(TERM))} AS term, {identifier(name)} AS value "
             f"FROM {schema}.part_steps WHERE {identifier(name)} IS NOT NULL"
             for name in columns
             if name.startswith(TERM)
-        ]
-        if terms:
-            self._database.execute(f"CREATE VIEW {schema}.rewards AS {' UNION ALL '.join(terms)}")
-        else:
-            self._table(REWARDS.name, REWARDS.types, ())
+        ] or [f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in REWARDS.types.items())} WHERE false"]
+        self._database.execute(f"CREATE OR REPLACE VIEW {schema}.rewards AS {' UNION ALL '.join(terms)}")
 
-    def _run_row(self, started: Line) -> Row:
-        config, about = _toml(self.path / CONFIG, self._warnings), about_of(self.path)
-        found = _json(self.path / SUMMARY, self._warnings)
+    def _run_row(self) -> Row:
+        started = self._started
+        config, about = _toml(self.path / CONFIG, self.warnings), about_of(self.path)
+        found = _json(self.path / SUMMARY, self.warnings)
         summary = found if isinstance(found, dict) else {}
         mode = (config.get("reward") or {}).get("mode")
         return {
@@ -449,18 +505,25 @@ class _RunTables:
             "commit": (about.get("environment") or {}).get("commit"),
             "started": about.get("started"),
             "finished": bool(summary),
-            "rounds": len(self._rounds),
+            "rounds": self._rounds,
             "host_params": started.get("host_params"),
             "config": config,
             "environment": about.get("environment"),
             "summary": found,
         }
 
-    def _table(self, name: str, types: Mapping[str, str], rows: Iterable[Row]) -> None:
-        """A table of rows by column; NULL where a row has no value, or one of another type."""
+    def _table(self, name: str, types: Mapping[str, str]) -> None:
         columns = ", ".join(f"{identifier(column)} {kind}" for column, kind in types.items())
         self._database.execute(f"CREATE TABLE {self.schema}.{name} ({columns})")
-        _insert_rows(self._database, f"{self.schema}.{name}", types, rows)
+
+    def _insert(self, table: Table, rows: Iterable[Row]) -> None:
+        """Add rows by column; NULL where a row has no value, or one of another type."""
+        _insert_rows(self._database, f"{self.schema}.{table.name}", table.types, rows)
+
+    def replace(self, table: Table, rows: Iterable[Row]) -> None:
+        """Put these rows in the place of those in a table."""
+        self._database.execute(f"DELETE FROM {self.schema}.{table.name}")
+        self._insert(table, rows)
 
 
 def _insert_rows(
@@ -567,38 +630,69 @@ _NO_METRIC = {*_ROUND_KEYS.values(), *ROUNDS.types, "ops", "slots", "record", "p
 
 
 def read_lines(path: Path, kinds: Sequence[str], warnings: list[str]) -> list[Row]:
-    """All of `lines_of`."""
-    return list(lines_of(path, kinds, warnings))
+    """All `Lines` of a file, as it is now."""
+    lines = Lines(path, kinds)
+    found = list(lines.new())
+    warnings += lines.warnings()
+    return found
 
 
-def lines_of(path: Path, kinds: Sequence[str], warnings: list[str]) -> Iterator[Row]:
-    """The lines of a file in order; with `kinds`, those of these kinds. A link or other non-file is refused.
+@final
+class Lines:
+    """The lines of a file to which a run appends; with `kinds`, those of these kinds. A link or non-file is refused.
 
     A line that is damaged is left out and counted. So is a last line without its end, but nothing is said of it: a run
     that trains is writing it, and where the run was killed a resume writes it again.
     """
-    mode = mode_of(path)
-    if not mode:
-        return
-    if not stat.S_ISREG(mode):
-        warnings.append(f"{path} is not a regular file and was not read; restore the original.")
-        return
-    starts = tuple(f'{{"kind": "{kind}"' for kind in kinds)
-    damaged = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.endswith("\n") or (kinds and not line.startswith(starts)):
-                continue
-            try:
-                value = json_of(line)
-            except ValueError:
-                value = None
-            if isinstance(value, dict):
-                yield value
-            else:
-                damaged += 1
-    if damaged:
-        warnings.append(f"{path} has {damaged} damaged lines, which were left out; restore it from a backup.")
+
+    def __init__(self, path: Path, kinds: Sequence[str] = ()) -> None:
+        self._path, self._starts = path, tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        self._read, self._sum, self._damaged, self._is_file = 0, 0, 0, True
+
+    def new(self) -> Iterator[Row]:
+        """The lines that have not been read, in order."""
+        self._is_file = stat.S_ISREG(mode_of(self._path) or stat.S_IFREG)
+        if not self._is_file or not mode_of(self._path):
+            return
+        with open_to_read(self._path) as file:
+            file.seek(self._read)
+            for line in takewhile(lambda line: line.endswith(b"\n"), file):
+                self._read += len(line)
+                if self._starts and not line.startswith(self._starts):
+                    continue
+                try:
+                    value = json_of(line.decode(errors="replace"))
+                except ValueError:
+                    value = None
+                if isinstance(value, dict):
+                    yield value
+                else:
+                    self._damaged += 1
+            self._sum = sum_before(file, self._read)
+
+    def is_continued(self) -> bool:
+        """Whether the file still begins with what was read; a resumed run cuts it, and writes on."""
+        if not (stat.S_ISREG(mode_of(self._path)) and self._is_file):
+            return not mode_of(self._path) and not self._read
+        with open_to_read(self._path) as file:
+            return sum_before(file, self._read) == self._sum
+
+    def warnings(self) -> list[str]:
+        """What has been left out."""
+        found = []
+        if not self._is_file:
+            found.append(f"{self._path} is not a regular file and was not read; restore the original.")
+        if self._damaged:
+            found.append(
+                f"{self._path} has {self._damaged} damaged lines, which were left out; restore it from a backup."
+            )
+        return found
+
+
+def sum_before(file: BufferedReader, end: int) -> int:
+    """A checksum of the last line or more before a place, which tells whether it is still what was read."""
+    file.seek(max(0, end - _CHECKED))
+    return zlib.crc32(file.read(min(end, _CHECKED)))
 
 
 def round_rows(lines: Sequence[Line]) -> Iterator[Row]:

@@ -15,6 +15,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
+
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
@@ -33,7 +36,9 @@ Payload = dict[str, Any]
 class Record(Protocol):
     """The part of the run record that the report reads; its views are listed in docs/record.md."""
 
-    warnings: list[str]
+    @property
+    def warnings(self) -> list[str]:
+        """What is damaged, missing or not written yet."""
 
     def query(self, sql: str, params: Any = ()) -> list[dict[str, Any]]:  # noqa: ANN401
         """The rows of a query."""
@@ -201,9 +206,22 @@ def _documents(run: Path) -> dict[str, list[Payload]]:
         with suppress(OSError, ValueError):
             document = read_json(file)
             every = document if isinstance(document, list) else [document]
-            if known := [one for one in every if isinstance(one, dict) and "controllers" in one]:
-                found[file.relative_to(run).as_posix()] = known
+            found[file.relative_to(run).as_posix()] = _EVALUATIONS.validate_python(every)
     return found
+
+
+@with_config(extra="allow")
+class _Controller(TypedDict):
+    name: str
+
+
+@with_config(extra="allow")
+class _Evaluation(TypedDict):
+    controllers: list[_Controller]
+
+
+_EVALUATIONS: TypeAdapter[list[Any]] = TypeAdapter(list[_Evaluation])
+"""What is read of a file of `esper evaluate`."""
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")
@@ -227,7 +245,7 @@ def importance(record: Record) -> dict[str, Payload]:
 def _importance(run: Path) -> Payload:
     file = run / IMPORTANCE
     with suppress(ValueError):
-        if stat.S_ISREG(mode_of(file)) and "groups" in (found := json.loads(file.read_text("utf-8"))):
+        if stat.S_ISREG(mode_of(file)) and "groups" in (found := read_json(file)):
             return dict(found)
     return {"why": f"{command('report', run, plugins=plugins_of(run))} measures it."}
 

@@ -17,17 +17,16 @@ from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
 from typing import final
-from zlib import crc32
 
 from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
-from esper.telemetry.record.reader import DAMAGED, round_rows
+from esper.telemetry.record.reader import DAMAGED, round_rows, sum_before
 from esper.telemetry.report.payloads import Payload, rounded
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY
 
 POINTS = 60
 """Most points of a curve in the table."""
-BLOCK, TAIL, _CHECKED = 1 << 20, 1 << 16, 1 << 13
-"""Bytes that are read at once, at the end of a file for its newest line, and again to see whether they are the same."""
+BLOCK, TAIL = 1 << 20, 1 << 16
+"""Bytes that are read at once, and at the end of a file for its newest line."""
 _SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
 _RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
 _NAMES = (*_SETTINGS, *_RESULTS, "reward", "rounds", "config", "finished", "seconds", "best", "changed")
@@ -125,7 +124,7 @@ class Row:
                 self._warnings.append(f"{metrics} is not a regular file and was not read; restore the original.")
 
     def _look_at(self, file: BufferedReader) -> None:
-        if _sum_before(file, self._read) != self._sum:  # a resumed run has cut it, and written on
+        if sum_before(file, self._read) != self._sum:  # a resumed run has cut it, and written on
             self._begin()
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
@@ -143,7 +142,7 @@ class Row:
                     self._add(line)
                 self._read += (size := sum(map(len, lines)))
                 self.behind -= size or self.behind  # cut meanwhile: the next look begins again
-            self._sum = _sum_before(file, self._read)
+            self._sum = sum_before(file, self._read)
 
     def _add(self, line: bytes) -> None:
         if not _is_whole(line):
@@ -201,12 +200,6 @@ def _number(line: bytes, key: bytes) -> float | None:
         return float(text)
     except ValueError:  # null
         return None
-
-
-def _sum_before(file: BufferedReader, end: int) -> int:
-    """A checksum of the last line or more before a place, which tells whether it is still what was read."""
-    file.seek(max(0, end - _CHECKED))
-    return crc32(file.read(min(end, _CHECKED)))
 
 
 def rounds_of_point(rounds: int) -> int:

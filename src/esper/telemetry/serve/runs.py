@@ -24,7 +24,7 @@ from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, evaluation_files, open_record
 from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounds_of, segments, waterfall
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
-from esper.telemetry.serve.overview import Row, encoded, state_of, state_of_row
+from esper.telemetry.serve.overview import UNREADABLE, Row, encoded, state_of, state_of_row
 
 OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
@@ -51,6 +51,17 @@ class _Opened:
     version: str = ""
     record: Record | None = None
     answers: dict[str, bytes] = field(default_factory=dict)
+
+    def read(self, names: tuple[str, ...], paths: list[Path], version: str) -> None:
+        """Read what is new, or all of it."""
+        try:
+            is_continued = self.record is not None and self.record.read_on()
+        except UNREADABLE:  # said below, if it is still so
+            is_continued = False
+        if not is_continued:
+            self.close()
+            self.record = open_record(paths, follows=True, names=names)
+        self.version, self.answers = version, {}
 
     def close(self) -> None:
         if self.record is not None:
@@ -147,8 +158,8 @@ class Runs:
         with opened.lock:
             version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
             if opened.record is None or opened.version != version:
-                opened.close()
-                opened.version, opened.record = version, open_record(paths, names)
+                opened.read(names, paths, version)
+            assert opened.record is not None
             if key not in opened.answers:
                 if len(opened.answers) >= ANSWERS:
                     opened.answers.clear()

@@ -28,6 +28,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed in range(3):
         with_factor(write_run(folder / f"sweep/base-s{seed}", seed=seed), 1 + seed)
     other = write_run(folder / "other", rounds=1)
+    (other / "metrics.jsonl").write_text(
+        (other / "metrics.jsonl").read_text().replace('"seconds": 2.0', '"seconds": 92100')
+    )
     (other / "config.toml").write_text((other / "config.toml").read_text().replace("rounds = 4", "rounds = 9"))
     return folder
 
@@ -70,6 +73,21 @@ ALL = ["other", "sweep/base-s0", "sweep/base-s1", "sweep/base-s2"]
 
 def names(tab: Any) -> list[str]:
     return tab.locator("#overview .scroll:not(figure *) tbody tr td:first-child a").all_inner_texts()
+
+
+def test_many_runs_are_drawn_when_they_are_asked_for_and_long_values_fit(browser, folder, address):
+    for i in range(210):
+        shutil.copytree(folder / "other", folder / f"many/of-them-in-a-longer-path/{i:03}")
+    with page(browser, address, 1400) as tab:
+        assert "25 h 35 min" in tab.inner_text("#overview")
+        assert tab.evaluate("(() => { const s = document.querySelector('#overview > div > .scroll');"
+                            "return s.scrollWidth - s.clientWidth; })()") <= 0  # fmt: skip
+        until(tab, lambda: len(names(tab)) == 200)
+        assert tab.locator("#overview .keys li").count() == 12
+        assert "The first 12 rows" in tab.inner_text("#overview figure")
+        tab.get_by_role("button", name="Show 14 more rows").click()
+        until(tab, lambda: len(names(tab)) == 214)
+        assert "all=1" in tab.url
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ const address = new URL(location.href);
 const path = address.pathname.slice(address.pathname.lastIndexOf("/"));  // below that of a proxy
 const view = VIEWS[path], names = address.searchParams.getAll("run");
 const whole = (name) => (/^\d+$/.test(address.searchParams.get(name) ?? "") ? Number(address.searchParams.get(name)) : null);
-const state = { round: whole("round"), host: whole("host"), step: whole("step"), ...Object.fromEntries(["order", "sort", "filter", "regex", "group", "band", "pin", "columns"].map((name) => [name, address.searchParams.get(name)])) };
+const state = { round: whole("round"), host: whole("host"), step: whole("step"), ...Object.fromEntries(["order", "sort", "filter", "regex", "group", "band", "pin", "columns", "all"].map((name) => [name, address.searchParams.get(name)])) };
 const places = new Map();  // section id: { place, body, text, content }
 let busy = false, wanted = null, rested = 0, timer;
 

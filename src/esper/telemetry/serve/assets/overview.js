@@ -1,8 +1,8 @@
 "use strict";
 // The overview: runs, or groups of runs that differ in the seed alone, as a chart and a table.
-// What is shown is in `state`: filter, regex, group, band, pin (the name of a run), columns, sort.
+// What is shown is in `state`: filter, regex, group, band, pin (the name of a run), columns, sort, all.
 
-const DRAWN = 12;  // most lines of the chart
+const DRAWN = 12, ROWS = 200;  // most lines of the chart, and rows of the table until all are asked for
 const chosen = new Set();  // names of the runs to compare
 const styles = new Map();  // by the first run of a row: the number of its colour and dash, which it keeps while it is drawn
 
@@ -11,9 +11,9 @@ function spark(values, { color, dash }) {
   if (values.length < 2) return "–";
   const [low, high] = d3.extent(values), y = (v) => 3 + 20 * (1 - (v - low) / (high - low || 1));
   const last = values.length - 1;
-  return svg("svg", { viewBox: `-3 0 ${126} 26`, width: 126, height: 26, role: "img", "aria-label": `100·J from ${number(values[0])} to ${number(values[last])}, between ${number(low)} and ${number(high)}` },
-    svg("path", { d: d3.line((_, i) => (120 * i) / last, y)(values), fill: "none", stroke: color, "stroke-width": 2, "stroke-dasharray": dash }),
-    svg("circle", { cx: 120, cy: y(values[last]), r: 3, fill: color }));
+  return svg("svg", { viewBox: "-3 0 106 26", width: 106, height: 26, role: "img", "aria-label": `100·J from ${number(values[0])} to ${number(values[last])}, between ${number(low)} and ${number(high)}` },
+    svg("path", { d: d3.line((_, i) => (100 * i) / last, y)(values), fill: "none", stroke: color, "stroke-width": 2, "stroke-dasharray": dash }),
+    svg("circle", { cx: 100, cy: y(values[last]), r: 3, fill: color }));
 }
 
 function age(seconds) {
@@ -22,7 +22,7 @@ function age(seconds) {
 }
 
 const condition = (row) => (row.finished ? "finished" : row.changed === null ? "empty" : `written ${age(row.changed)}`);
-const seedsOf = ({ names, seeds }) => (names.length === 1 ? "" : seeds.length === names.length ? `${seeds.length} seeds` : `${names.length} runs, ${seeds.length} seeds`);
+const seedsOf = ({ names, seeds }) => (names.length === 1 ? "" : `${seeds.length < names.length ? `${names.length} runs, ` : ""}${seeds.length} ${seeds.length === 1 ? "seed" : "seeds"}`);
 /** [heading, row => text, isText, row => key to sort by, decimals of the difference to the baseline] */
 const RUN_COLUMNS = [
   ["run", (row) => [styles.has(row.names[0]) ? mark(styleOf(row)) : null, el("a", { href: link("/run", { run: row.names }) }, row.run), el("span", { class: "faint" }, ` ${seedsOf(row)}`)], true, (row) => row.run],
@@ -155,16 +155,18 @@ function overviewSection({ overview }) {
   giveStyles(drawn);
   const notes = [...overview.notes, ...runs.flatMap((run) => run.warnings), wrong, state.pin && !baseline ? `The baseline ${state.pin} is not here.` : null];
   const series = drawn.map((row) => ({ ...styleOf(row), name: [row.run, seedsOf(row)].filter(Boolean).join(", ") + (row === baseline ? " (baseline)" : ""), rows: row.points }));
+  const note = rows.length > drawn.length ? `The first ${drawn.length} rows of the table that have a round.` : series.length === 1 ? series[0].name : null;
   const shown = d3.sum(rows, (row) => row.names.length);
-  const made = runs.length ? sortable(columns, rows, "Runs") : null;
+  const made = runs.length ? sortable(columns, state.all ? rows : rows.slice(0, ROWS), "Runs") : null, left = state.all ? 0 : rows.length - ROWS;
   made?.classList.add("tall");
   made?.querySelectorAll("tbody tr").forEach((tr, i) => { if (rows[i] === baseline) tr.setAttribute("aria-current", "true"); });
   const compare = () => { if (chosen.size) location.assign(link("/run", { run: runs.map((run) => run.run).filter((name) => chosen.has(name)) })); };
   if (overview.reading) ask("now");  // the server answers before it has read all
   return present(notes.filter(Boolean).map((text) => el("p", { class: "finding" }, text)),
     shown < runs.length ? say(`${shown} of ${runs.length} runs are shown.`) : null,
-    lines({ title: "100·J by round", note: rows.length > drawn.length ? `The first ${drawn.length} rows of the table that have a round.` : null, series, band: bandOf()[0] }),
-    made, made && several ? el("p", {}, el("button", { type: "button", click: compare }, "Compare the chosen runs")) : null,
+    lines({ title: "100·J by round", note, series, band: bandOf()[0] }),
+    made, left > 0 ? el("p", {}, el("button", { type: "button", click: () => go({ all: "1" }) }, `Show ${left} more rows`)) : null,
+    made && several ? el("p", {}, el("button", { type: "button", click: compare }, "Compare the chosen runs")) : null,
     overview.reading ? say(`${overview.reading} runs are still being read; their curve, best round and time follow.`) : null,
     made && say(`100·J: accuracy of the network that is kept minus the price of its growth; mean and standard deviation over the hosts of the last round, in a group over its seeds. Each curve in the table has its own scale.${baseline ? ` Below the values: the difference to ${baseline.run}.` : ""}`));
 }

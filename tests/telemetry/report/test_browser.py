@@ -83,6 +83,14 @@ def test_rounds_below_bars_are_whole_numbers(tab: Any) -> None:
         assert chart.locator("[aria-label='x-axis tick label'] text").all_text_contents() == ["1", "2"]
 
 
+def test_a_window_without_room_for_charts_causes_no_errors(tab: Any) -> None:
+    tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
+    tab.set_viewport_size({"width": 176, "height": 900})
+    tab.wait_for_timeout(300)  # errors in the console fail the test
+    tab.set_viewport_size({"width": 500, "height": 900})
+    tab.wait_for_function("document.querySelector('.chart svg').clientWidth > 400")
+
+
 def test_the_host_that_is_shown_first_grew(tab: Any) -> None:
     assert tab.locator("#hosts p strong").inner_text().strip() == "Host 0:"
 

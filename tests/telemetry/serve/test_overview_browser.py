@@ -78,7 +78,11 @@ def names(tab: Any) -> list[str]:
 def test_many_runs_are_drawn_when_they_are_asked_for_and_long_values_fit(browser, folder, address):
     for i in range(210):
         shutil.copytree(folder / "other", folder / f"many/of-them-in-a-longer-path/{i:03}")
+    metrics = folder / "many/of-them-in-a-longer-path/000/metrics.jsonl"
+    line = {"round": 34424, "objective_mean": 394.23, "objective_std": 19.94, "seconds": 92100}
+    metrics.write_text(json.dumps(json.loads(metrics.read_text()) | line) + "\n")
     with page(browser, address, 1400) as tab:
+        assert "34424 / 9" in tab.inner_text("#overview")
         assert "25 h 35 min" in tab.inner_text("#overview")
         assert tab.evaluate("(() => { const s = document.querySelector('#overview > div > .scroll');"
                             "return s.scrollWidth - s.clientWidth; })()") <= 0  # fmt: skip

@@ -89,7 +89,7 @@ function figure({ title, note, key, draw, rows = [] }) {
   let drawn = 0;
   new ResizeObserver(([entry]) => {
     const width = Math.floor(entry.contentRect.width);
-    if (!width || width === drawn) return;
+    if (width < 200 || width === drawn) return;  // no room beside the labels, as while a window opens
     drawn = width;
     const svg = draw(width);
     svg.setAttribute("role", "img");

@@ -82,3 +82,8 @@ def test_a_task_of_the_users_is_taken_with_its_threads_and_its_name_left_alone()
 def test_what_cannot_be_made_is_refused_with_a_way_out(given, kind, words):
     with pytest.raises(kind, match=words):
         esper.gym.make_vec(**{"task": "null", **given})
+
+
+def test_a_single_environment_is_refused_with_the_way_to_several():
+    with pytest.raises(ConfigError, match=r'use gymnasium.make_vec\("esper/null-v0", num_envs=1\)'):
+        gymnasium.make("esper/null-v0")

@@ -56,7 +56,7 @@ class Report:
 
 def report(command: Report) -> int:
     """Write the page and the figures."""
-    from esper.telemetry.record.reader import open_record
+    from esper.telemetry.record.reader import damage_said, open_record
     from esper.telemetry.report.page import document, payloads_of
 
     if not command.runs:
@@ -66,7 +66,7 @@ def report(command: Report) -> int:
         raise ConfigError(f"--num-envs is {command.num_envs}, expected at least 2, or 0 to measure nothing.")
     with _progress() as on_section:
         unknown = _measure(command, on_section) if command.num_envs != 0 else {}
-        with open_record(list(command.runs)) as record:
+        with open_record(list(command.runs)) as record, damage_said(command.runs):
             payloads: dict[str, Any] = payloads_of(record, on_section)
     for run in payloads["runs"]:
         found = payloads["importance"][run["run"]]

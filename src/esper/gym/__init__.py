@@ -87,5 +87,14 @@ def _refuse_settings_of_a_run(settings: Mapping[str, object]) -> None:
             raise ConfigError(f"{name} is a setting of a run, which an environment does not have; leave it out.")
 
 
+def _no_single(task: str, **_: object) -> gymnasium.Env[Any, Any]:
+    raise ConfigError(f'hosts are trained together; use gymnasium.make_vec("esper/{task}-v0", num_envs=1).')
+
+
 for _name in task_names():
-    gymnasium.register(f"esper/{_name}-v0", vector_entry_point="esper.gym:make_vec", kwargs={"task": _name})
+    gymnasium.register(
+        f"esper/{_name}-v0",
+        entry_point="esper.gym:_no_single",
+        vector_entry_point="esper.gym:make_vec",
+        kwargs={"task": _name},
+    )

@@ -268,6 +268,9 @@ def test_a_record_that_follows_a_run_has_what_one_that_is_opened_has(copy: Path)
         (copy / name).write_text("")
     with open_record([copy], follows=True) as following:
         assert following.query("SELECT * FROM anomalies") == []
+        for other in (copy / "config.toml", copy / RECORD / ".." / "config.toml"):
+            with pytest.raises(QueryError, match="reads the record alone"):
+                following.query(f"SELECT * FROM read_text('{other}')")
         rounds = whole["metrics.jsonl"].splitlines(keepends=True)
         for number, line in enumerate(rounds, 1):
             for part in parts.glob(f"*{number}*"):

@@ -97,7 +97,8 @@ def test_a_curve_has_at_most_twenty_points(runs):
 def test_tables_have_their_rows_and_one_table_has_units_and_meanings(runs):
     assert asked(runs, "tables", run="a")["steps"]["rows"] == 48  # 2 rounds, 8 steps, 3 hosts
     assert asked(runs, "tables", run="a", table="rounds")["seconds"] == "DOUBLE, s: wall time of the steps"
-    assert "does not exist" in refused(runs, "tables", run="a", table="nothing")
+    for table in ("nothing", "run_0.steps", str(runs.root / "a" / "config.toml"), __file__):
+        assert "there is no table" in refused(runs, "tables", run="a", table=table)
 
 
 def test_a_query_names_its_columns_and_what_it_leaves_out(runs):

@@ -142,6 +142,11 @@ def test_a_record_is_read_again_only_when_its_files_have_changed(folder, runs):
     assert made[1] is not made[2], "it is read again"
 
 
+def test_values_of_other_types_than_expected_are_said_to_be_damage(runs):
+    with pytest.raises(RunDirectoryError, match=r"the record of \S*b cannot be read .* restore it from a backup"):
+        runs.answer(("b",), "n", lambda record: len(record.query("SELECT 1 AS n")[0]["n"]))
+
+
 def test_a_round_is_the_newest_whose_steps_are_there(folder, runs):
     found = answer(runs, "round", "b")
     assert (found["round"], found["first"], found["newest"], found["total"]) == (1, 1, 1, 3)

@@ -82,8 +82,7 @@ class Record:
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
         self._add_views()
-        if not follows:
-            self._lock()
+        self._lock(follows)
         self._searched = False
 
     @property
@@ -176,6 +175,8 @@ class Record:
 
     def columns(self, table: str) -> dict[str, str]:
         """Type by column of a table; raises QueryError if there is none."""
+        if table not in (known.name for known in TABLES):
+            raise QueryError(f"there is no table {table!r}. {self._known()}")
         return {row["column_name"]: row["column_type"] for row in self.query(f"DESCRIBE {identifier(table)}")}
 
     def close(self) -> None:
@@ -222,11 +223,8 @@ class Record:
             return
         self._searched = True
         for name, run in self._runs.items():
-            try:
-                found = list(find(self.query, name))
-            except DAMAGED as error:
-                raise _damaged(str(run.path), error) from error
-            run.replace(ANOMALIES, found)
+            with damage_said([run.path]):
+                run.replace(ANOMALIES, list(find(self.query, name)))
 
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
@@ -239,11 +237,15 @@ class Record:
             )
             self._database.execute(f"CREATE OR REPLACE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
-    def _lock(self) -> None:
-        """From here on the database reads the parts and nothing else, and these settings cannot be changed."""
-        parts = ", ".join(quoted(file) for run in self._runs.values() for file in run.parts)
+    def _lock(self, follows: bool) -> None:
+        """From here on the database reads the parts and nothing else, and these settings cannot be changed.
+
+        One that follows runs reads whatever is in the folders of parts, where a link may lead elsewhere.
+        """
+        runs = self._runs.values()
+        places = [run.path.absolute() / RECORD for run in runs] if follows else [f for run in runs for f in run.parts]
         for setting in (
-            f"allowed_paths = [{parts}]",
+            f"{'allowed_directories' if follows else 'allowed_paths'} = [{', '.join(map(quoted, places))}]",
             "enable_external_access = false",
             "python_enable_replacements = false",
             "lock_configuration = true",
@@ -256,7 +258,8 @@ def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[st
 
     Args:
         paths: run directories.
-        follows: whether it can be `read_on`. The database is then not locked, and must not be asked what others wrote.
+        follows: whether it can be `read_on`. It must not be asked what others wrote: it reads all files that are beside
+            the parts, also where links lead.
         names: of the runs, else those of their directories.
 
     Raises:
@@ -266,10 +269,8 @@ def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[st
         raise RunDirectoryError("no run was named; give at least one run directory.")
     for path in paths:
         require_run(path)
-    try:
+    with damage_said(paths):
         return Record(list(paths), follows, names)
-    except DAMAGED as error:
-        raise _damaged(", ".join(map(str, paths)), error) from error
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:
@@ -567,11 +568,16 @@ DAMAGED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, 
 """What values of other types than expected raise."""
 
 
-def _damaged(where: str, error: Exception) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"the record of {where} cannot be read ({_first_line(error)}); one of its files is damaged: restore it from a "
-        "backup."
-    )
+@contextmanager
+def damage_said(runs: Sequence[Path]) -> Iterator[None]:
+    """Raises RunDirectoryError where values of these runs are of other types than expected."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise RunDirectoryError(
+            f"the record of {', '.join(map(str, runs))} cannot be read ({_first_line(error)}); one of its files is "
+            "damaged: restore it from a backup."
+        ) from error
 
 
 def _data_of(identity: object) -> str | None:

@@ -21,7 +21,7 @@ from typing import NoReturn, final
 
 from esper.leyline.errors import QueryError, RunDirectoryError, command
 from esper.leyline.lifecycle import LifecycleOp
-from esper.telemetry.record.reader import Record, evaluation_files, open_record
+from esper.telemetry.record.reader import Record, damage_said, evaluation_files, open_record
 from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounds_of, segments, waterfall
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
 from esper.telemetry.serve.overview import UNREADABLE, Row, encoded, state_of, state_of_row
@@ -163,7 +163,8 @@ class Runs:
             if key not in opened.answers:
                 if len(opened.answers) >= ANSWERS:
                     opened.answers.clear()
-                opened.answers[key] = encoded(make(opened.record))
+                with damage_said(paths):
+                    opened.answers[key] = encoded(make(opened.record))
             return opened.answers[key]
 
     def _kept(self, names: tuple[str, ...]) -> _Opened:

@@ -2,9 +2,9 @@
 
     python scripts/serve_load.py RUN [--runs 1000] [--rounds 1000] [--large 100] [--in FOLDER]
 
-Copies of RUN with so many rounds are served (3 kB a round, so 3 GB as it stands), and beside them one whose
-metrics.jsonl has `--large` MB. All figures come from a process of its own, over HTTP and compressed, as for a browser.
-Needs Linux, and the extra `serve`.
+Copies of RUN with so many rounds are served (3 kB a round, so 3 GB as it stands), ten to a folder, and beside them one
+whose metrics.jsonl has `--large` MB. All figures come from a process of its own, over HTTP and compressed, as for a
+browser. Needs Linux, and the extra `serve`.
 """
 
 import argparse
@@ -49,8 +49,13 @@ def make(run: Path, folder: Path, runs: int, rounds: int, large: int) -> None:
     line = json.loads((run / METRICS).read_text().splitlines()[-1])
     folder.mkdir(parents=True)
     for i in range(runs):
-        copy(run, folder / f"run-{i:04}", line, rounds)
+        copy(run, folder / name(i), line, rounds)
     copy(run, folder / "large", line, large * 1_000_000 // len(json.dumps(line)))
+
+
+def name(i: int) -> str:
+    """Of a copy."""
+    return f"{i // 10:03}/run-{i:04}"
 
 
 def copy(run: Path, path: Path, line: dict[str, object], rounds: int) -> None:
@@ -109,7 +114,7 @@ def ask(address: str, pid: int, folder: Path) -> None:
     say("memory then, and at most", memory(pid))
     used = cpu(pid)
     for i in range(UPDATES):
-        add_round(folder / f"run-{i:04}")
+        add_round(folder / name(i))
         get("/api/overview")
     say("an update of the overview", f"{1000 * (cpu(pid) - used) / UPDATES:.0f} ms of CPU")
     with urlopen(address + "/api/events", timeout=600) as stream:
@@ -117,7 +122,7 @@ def ask(address: str, pid: int, folder: Path) -> None:
         used = cpu(pid)
         time.sleep(10)
         say("a second of following all runs", f"{1000 * (cpu(pid) - used) / 10:.0f} ms of CPU")
-    for path in ("/api/overview", "/api/runs?run=run-0001"):
+    for path in ("/api/overview", f"/api/runs?run={name(1)}"):
         with ThreadPoolExecutor(AT_ONCE) as pool:
             times = sorted(seconds for seconds, _ in pool.map(get, [path] * AT_ONCE))
         say(f"{AT_ONCE} requests of {path} at once", f"median {times[AT_ONCE // 2]:.2f} s, slowest {times[-1]:.2f} s")
@@ -125,7 +130,7 @@ def ask(address: str, pid: int, folder: Path) -> None:
         large = pool.submit(get, "/api/runs?run=large")
         others = []
         while not large.done():
-            others.append(get("/api/runs?run=run-0002")[0])
+            others.append(get(f"/api/runs?run={name(2)}")[0])
             time.sleep(0.05)
         say(
             "first page of the large run",

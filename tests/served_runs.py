@@ -25,11 +25,12 @@ STAGES = ["TRAINING", "BLENDING", "FOSSILIZED"]
 SLOTS = ["s0", "s1"]
 
 
-def write_run(path: Path, *, hosts: int = 3, steps: int = 8, rounds: int = 2, finished: bool = False) -> Path:
+def write_run(path: Path, *, hosts: int = 3, steps: int = 8, rounds: int = 2, finished: bool = False,
+              seed: int = 0) -> Path:  # fmt: skip
     """A run with so many complete rounds."""
-    path.mkdir()
+    path.mkdir(parents=True)
     slots = ", ".join(f'"{slot}"' for slot in SLOTS)
-    settings = {"rounds": 4, "num_envs": hosts, "episode_length": steps, "seed": 0}
+    settings = {"rounds": 4, "num_envs": hosts, "episode_length": steps, "seed": seed}
     names = {"task": "digits", "preset": "quickstart"}
     text = [f'{name} = "{value}"' for name, value in names.items()] + [f"{n} = {v}" for n, v in settings.items()]
     (path / "config.toml").write_text("\n".join([*text, f"slots = [{slots}]", "[reward]", 'mode = "objective"\n']))
@@ -96,10 +97,10 @@ def _add_parts(path: Path, number: int, hosts: int, steps: int) -> dict[str, str
 
 
 @contextmanager
-def serving(path: Path, token: str | None = None) -> Iterator[str]:
-    """A server in a thread of this process; gives its address."""
+def serving(path: Path, token: str | None = None, root: str = "", frames: bool = False) -> Iterator[str]:
+    """A server in a thread of this process; gives its address, without `root`."""
     runs = Runs(path)
-    server = server_of(runs, token=token)
+    server = server_of(runs, token=token, root=root, frames=frames)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -42,17 +42,31 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path, capsys, arg
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("host", "needs_token"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_the_printed_address_opens_the_page_and_an_interrupt_ends_it(tmp_path: Path, host: str, needs_token: bool):
+@pytest.mark.parametrize(("host", "root", "needs_token"), [("127.0.0.1", "/esper", False), ("0.0.0.0", "", True)])
+def test_the_printed_address_opens_the_page_and_an_interrupt_ends_it(
+    tmp_path: Path, host: str, root: str, needs_token: bool
+):
     run = write_run(tmp_path / "a run")
-    command = [sys.executable, "-m", "esper", "serve", str(run), "--port", "0", "--host", host]
+    command = [
+        sys.executable,
+        "-m",
+        "esper",
+        "serve",
+        str(run),
+        "--port",
+        "0",
+        "--host",
+        host,
+        "--root-path",
+        f"{root}/",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()
         found = re.search(r"(http://\S+)", line)
         assert found
         assert f"http://{host}:" in line
-        assert "/run?run=a%20run" in line
+        assert re.search(rf":\d+{root}/run\?run=a%20run", line)
         assert ("&token=" in line) is needs_token
         address = found[1].replace("0.0.0.0", "127.0.0.1")
         with urllib.request.urlopen(address, timeout=60) as answer:

@@ -1,6 +1,7 @@
 """esper serve and esper mcp: runs as a live page, and as answers to assistants."""
 
 import ipaddress
+import re
 import secrets
 import socket
 from contextlib import suppress
@@ -11,7 +12,7 @@ from urllib.parse import quote
 
 import tyro
 
-from esper.cli.options import Names, Text, joined, placeholder
+from esper.cli.options import Flag, Names, Text, joined, placeholder
 from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole
 
@@ -27,7 +28,7 @@ class Serve:
     """
 
     path: Annotated[tyro.conf.Positional[Path | None], placeholder("RUN|DIR")] = None
-    """A run directory, or a folder of run directories."""
+    """A run directory, or a folder with run directories below it."""
     port: int = 8080
     """Port to listen on; 0 chooses a free one."""
     host: str = "127.0.0.1"
@@ -36,6 +37,10 @@ class Serve:
     """Secret that the address must bring once. (generated where --host can be reached from elsewhere)"""
     allow_host: Annotated[Names, placeholder("NAME ...")] = ()
     """Further names by which browsers reach this machine, e.g. behind a proxy. (not needed with a token)"""
+    root_path: Annotated[str, placeholder("/PATH")] = ""
+    """Path below which a proxy shows the page, e.g. /esper. (the page is at /)"""
+    allow_frames: Flag = False
+    """Let other pages, such as a notebook, show this one in a frame."""
 
 
 def serve(command: Serve) -> int:
@@ -53,15 +58,19 @@ def serve(command: Serve) -> int:
         raise ConfigError("nothing to serve is named; give a run directory or a folder of them: esper serve runs")
     if command.token == "":
         raise ConfigError("--token is empty; give a secret, or leave it out to have one made.")
+    if not re.fullmatch(r"(/[\w.~-]+)*/?", command.root_path, re.ASCII):
+        raise ConfigError(f"--root-path is {command.root_path!r}, expected the path of an address such as /esper.")
+    root = command.root_path.rstrip("/")
     token = command.token if command.token or _is_local(command.host) else secrets.token_urlsafe(16)
     shown = f"[{command.host}]" if ":" in command.host else command.host
     names = (*LOCAL, socket.gethostname(), shown, *joined(command.allow_host))
     with Runs(command.path) as runs, _listening(command.host, command.port) as port:
-        start = f"/run?run={quote(runs.root.name)}" if runs.is_single else "/"
+        start = root + (f"/run?run={quote(runs.root.name)}" if runs.is_single else "/")
         secret = f"{'&' if '?' in start else '?'}token={quote(token)}" if token else ""
         RunConsole().say(f"{runs.root} at http://{shown}:{port.getsockname()[1]}{start}{secret} (Ctrl-C ends)")
         with suppress(KeyboardInterrupt):  # the way to end it
-            server_of(runs, names=names, token=token).run(sockets=[port])
+            served = server_of(runs, names=names, token=token, root=root, frames=command.allow_frames)
+            served.run(sockets=[port])
     return 0
 
 

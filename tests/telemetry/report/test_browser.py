@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chromium import browser_tests, chromium
+from chromium import browser_tests, chromium, cut, inner_scrolls
 from esper.telemetry.report.page import document, payloads_of
 from toy_record import full_record
 
@@ -28,6 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for (table,) in record.database.execute("select table_name from duckdb_tables()").fetchall():
         copied = f"select * replace ('b{HOSTILE}' as run) from {table} where run = 'a'"
         record.database.execute(f"insert into {table} {copied}")
+    record.database.execute("update episodes set fossilized = 1 - host where round = 2")  # host 1 has more points
     path = tmp_path_factory.mktemp("page") / "report.html"
     row = {"group": "everything", "kind": "all", "columns": ["age"]}
     row |= {f"{name}{half}": 0.5 for name in ("kl", "changed", "value") for half in ("", "_half")}
@@ -64,6 +65,34 @@ def test_every_section_is_drawn_and_fits_the_width(tab: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.evaluate("[...document.querySelectorAll('svg')].every((s) => !s.outerHTML.includes('NaN'))")
     assert HOSTILE in tab.inner_text("h1")
+    assert "{" not in tab.inner_text("header")  # words, no JSON
+    assert (cut(tab), inner_scrolls(tab)) == ([], [])
+
+
+def test_the_band_and_the_line_of_a_chart_are_named(tab: Any) -> None:
+    for title in ("100·J", "Accuracy", "Growth"):
+        key = tab.locator("#curves figure", has=tab.get_by_role("heading", name=title, exact=True)).locator(".keys")
+        assert "line: mean, band: quartiles of the hosts" in key.inner_text()
+
+
+def test_rounds_below_bars_are_whole_numbers(tab: Any) -> None:
+    for section in ("behaviour", "rewards"):
+        chart = tab.locator(f"#{section} figure", has_text="Over the rounds").locator(".chart")
+        chart.scroll_into_view_if_needed()
+        tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
+        assert chart.locator("[aria-label='x-axis tick label'] text").all_text_contents() == ["1", "2"]
+
+
+def test_a_window_without_room_for_charts_causes_no_errors(tab: Any) -> None:
+    tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
+    tab.set_viewport_size({"width": 176, "height": 900})
+    tab.wait_for_timeout(300)  # errors in the console fail the test
+    tab.set_viewport_size({"width": 500, "height": 900})
+    tab.wait_for_function("document.querySelector('.chart svg').clientWidth > 400")
+
+
+def test_the_host_that_is_shown_first_grew(tab: Any) -> None:
+    assert tab.locator("#hosts p strong").inner_text().strip() == "Host 0:"
 
 
 def test_a_far_alarm_is_said_and_does_not_flatten_the_curve(tab: Any) -> None:

@@ -34,6 +34,24 @@ def test_the_network_that_is_kept_is_drawn_as_on_the_page():
     kept, live = accuracy.get_lines()
     assert [(line.get_color(), line.get_linestyle()) for line in (kept, live)] == [(BLUE, "-"), (RED, ":")]
     assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["kept network", "with all seeds"]
+    others = [axes for axes in figure.axes if axes.get_title(loc="left") in ("100·J", "Growth")]
+    assert [line.get_color() for axes in others for line in axes.get_lines()] == [BLUE, BLUE]
+    assert all(any("line: mean, band: quartiles" in text.get_text() for text in axes.texts) for axes in others)
+
+
+def test_no_text_leaves_the_picture():
+    found = payloads(full_record())
+    (run,) = found["runs"]
+    curves = found["curves"]["a"] | {"growth": [9.0] * 2, "growth_low": [1.0] * 2, "growth_high": [2.0] * 2}
+    figure = picture(run, curves, *(found[name]["a"] for name in ("behaviour", "hosts")))
+    figure.canvas.draw()
+    width = figure.bbox.width
+    notes = [text for axes in figure.axes for text in axes.texts if text.get_transform() == axes.transAxes]
+    assert notes
+    for note in notes:
+        box = note.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= width
 
 
 @pytest.mark.parametrize(("mean", "is_said"), [(1.5, False), (9.0, True)])

@@ -173,6 +173,12 @@ def test_what_is_damaged_in_a_run_is_noted(runs):
         assert "summary.json is damaged" in note
 
 
+def test_a_run_in_a_nested_folder_has_its_path_as_name_also_in_queries(runs):
+    shutil.copytree(runs.root / "a", runs.root / "sweep/a")
+    assert {row["run"] for row in asked(runs, "list_runs")["runs"]} == {"a", "b", "sweep/a"}
+    assert asked(runs, "query", runs=["sweep/a"], sql="select distinct run from rounds")["rows"] == [["sweep/a"]]
+
+
 def test_an_empty_folder_says_how_a_run_is_started(tmp_path):
     (note,) = asked(Runs(tmp_path), "list_runs")["notes"]
     assert "holds no run yet" in note

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esper.telemetry.serve import overview
-from esper.telemetry.serve.overview import Row, thinned
+from esper.telemetry.serve.overview import Row, rounds_of_point, thinned
 from esper.telemetry.serve.runs import Runs
 from served_runs import add_round, write_run
 
@@ -87,5 +87,24 @@ def test_an_answer_says_how_many_runs_are_still_read(run, monkeypatch):
 
 
 def test_a_long_curve_has_few_points():
-    assert thinned(range(overview.POINTS * 3))[:2] == [1.0, 4.0]  # means of three
-    assert len(thinned(range(1000))) <= overview.POINTS
+    assert thinned(range(overview.POINTS * 3))[:2] == [1.5, 5.5]  # means of four, as three are no power of two
+    for rounds in (0, 1, 59, 60, 61, 120, 121, 1000):
+        points = len(thinned(range(rounds)))
+        assert points <= overview.POINTS
+        assert points == math.ceil(rounds / rounds_of_point(rounds))
+
+
+def test_runs_that_differ_in_the_seed_alone_have_one_configuration(tmp_path):
+    configs = {}
+    for name, edit in {
+        "a": ("seed = 0", "seed = 0"),
+        "other-seed": ("seed = 0", "seed = 12"),
+        "other-rounds": ("rounds = 4", "rounds = 5"),
+        "other-reward": ('mode = "objective"', 'mode = "shaped"'),
+        "other-seed-of-the-reward": ("[reward]", "[reward]\nseed = 3"),
+    }.items():
+        path = write_run(tmp_path / name, rounds=0) / "config.toml"
+        path.write_text(path.read_text().replace(*edit))
+        configs[name] = read(Row(name, path.parent))["config"]
+    assert configs.pop("a") == configs.pop("other-seed")
+    assert len(set(configs.values())) == 3

@@ -1,15 +1,18 @@
 """The live page in a real browser: what a user does, the page of a running training, and the time of a frame."""
 
+import json
 import shutil
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chromium import browser_tests, chromium
+from chromium import browser_tests, chromium, cut, drawn, inner_scrolls, page, until
 from served_runs import add_round, serving, write_run
 
 pytestmark = browser_tests
@@ -37,36 +40,9 @@ def address(folder: Path) -> Iterator[str]:
         yield address
 
 
-@contextmanager
-def page(browser: Any, url: str, width: int = 1200, scheme: str = "light", errors: bool = False) -> Iterator[Any]:
-    """A page that is drawn. Unless `errors`, a message of its console and a foreign request fail the test."""
-    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    said: list[str] = []
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    start = url.partition("?")[0].rsplit("/", 1)[0]
-    tab.on("request", lambda request: None if request.url.startswith((start, "data:")) else said.append(request.url))
-    tab.goto(url)
-    tab.wait_for_selector("main[aria-busy=false]")
-    yield tab
-    tab.close()
-    assert errors or said == []
-
-
-def until(tab: Any, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait for a condition; the page forbids the scripts that playwright's own wait would add."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        tab.wait_for_timeout(50)
-
-
-def drawn(tab: Any) -> None:
-    until(tab, lambda: tab.evaluate("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))"))
-
-
 VIEWS = [
     "/",
+    f"/?group=1&pin={HOSTILE}&sort=-100·J ± sd&columns=run,best,steps",
     "/run?run=a",
     f"/run?run=a&run={HOSTILE}",
     "/run?run=new",
@@ -91,23 +67,27 @@ def test_every_view_is_drawn_without_complaint_and_fits_the_width(browser, addre
         assert tab.locator("main section:visible").count() > 0
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert tab.evaluate(NAMED)
+        assert (cut(tab), inner_scrolls(tab)) == ([], [])
+        assert "{" not in tab.inner_text("header")  # words, no JSON
 
 
 STROKES = """(place) => [...document.querySelectorAll(place)].map((key) => [...key.querySelectorAll('li')]
     .filter((li) => /kept network|with all seeds/.test(li.innerText))
-    .map((li) => [li.innerText.replace('accuracy, ', ''), li.querySelector('line').getAttribute('stroke')]))
+    .map((li) => [li.innerText.replace('accuracy, ', ''),
+        ...['stroke', 'stroke-dasharray'].map((name) => li.querySelector('line').getAttribute(name))]))
     .filter((key) => key.length)"""
-"""Names and colours of the two networks in each key of a page."""
+"""Names, colours and dashes of the two networks in each key of a page."""
 
 
-def test_a_network_has_one_colour_in_all_charts(browser, address):
+def test_a_network_has_one_colour_and_dash_in_all_charts(browser, address):
     found = []
     for view in ("/run?run=a", "/host?run=a"):
         with page(browser, address + view, 1400) as tab:
             drawn(tab)
             found += tab.evaluate(STROKES, ".keys")
     assert len(found) == 3  # by round, at a glance, by step
-    assert all(key == [["kept network", "var(--blue)"], ["with all seeds", "var(--vermillion)"]] for key in found)
+    networks = [["kept network", "var(--blue)", "none"], ["with all seeds", "var(--vermillion)", "3 3"]]
+    assert all(key == networks for key in found)
 
 
 def test_the_overview_has_room_for_all_columns_and_the_steps_of_a_host_for_all_rows(browser, address):
@@ -116,6 +96,39 @@ def test_the_overview_has_room_for_all_columns_and_the_steps_of_a_host_for_all_r
         assert tab.evaluate(fits.format("#overview .scroll", side="scrollWidth", own="clientWidth")) <= 0
     with page(browser, f"{address}/host?run=a", 1400) as tab:
         assert tab.evaluate(fits.format("#steps .scroll", side="scrollHeight", own="clientHeight")) <= 0
+
+
+WORSE = "trained is worse than the best baseline, best_schedule: -15.69 in 100·J on 32 hosts."
+
+
+def test_the_result_says_what_the_terminal_says(browser, tmp_path):
+    run = write_run(tmp_path / "a", finished=True)
+    best = {"round": 2, "host": 7, "objective": 96.43, "val": 97.5, "test": 96.4, "growth": 1.43}
+    (run / "summary.json").write_text(json.dumps({"final_test_accuracy_mean": 81.94, "best_host": best}))
+    found = [{"name": name, "objective": j} for name, j in (("trained", 80.63), ("best_schedule", 96.32))]
+    document = {"task": "digits", "reference": "trained", "verdict": WORSE, "controllers": found}
+    (run / "evaluation_after_training.json").write_text(json.dumps(document))
+    with serving(tmp_path) as address, page(browser, f"{address}/run?run=a") as tab:
+        tiles = dict(
+            zip(*(tab.locator(f"#result .tile {part}").all_inner_texts() for part in ("b", "span")), strict=True)
+        )
+        assert tiles["81.9 %"] == "test accuracy of the network that is kept"
+        assert tiles["80.63"].startswith("100·J on")
+        assert "best constant schedule, best_schedule" in tiles["96.32"]
+        assert "host 7 of round 2; validation 97.5 %, test 96.4 %, growth 1.43×" in tiles["96.43"]
+        assert WORSE in tab.locator("#result .verdict").first.inner_text()
+        assert tab.locator("#result .tile.main b").inner_text() == "80.63"
+
+
+def test_a_run_within_its_second_round_causes_no_warning(browser, tmp_path):
+    run = write_run(tmp_path / "live", rounds=1)
+    with (run / "events.jsonl").open("a") as file:  # what a training writes before its round ends
+        file.write(json.dumps({"kind": "germinated", "round": 2, "t": 1, "host": 0, "slot": "s0"}) + "\n")
+        file.write('{"kind": "episode", "round": 2, "t"')
+    with serving(tmp_path) as address:
+        for view in ("/", "/run?run=live", "/host?run=live", "/anomalies?run=live"):
+            with page(browser, address + view) as tab:
+                assert tab.locator(".finding:visible").all_inner_texts() == []
 
 
 def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
@@ -184,6 +197,49 @@ def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
         assert abs(tab.evaluate("scrollY") - 400) < 5  # and so does the place
         shutil.rmtree(run)
         until(tab, lambda: "there is no run" in tab.inner_text("#result"))
+
+
+def test_all_views_work_below_the_path_of_a_proxy(browser, folder):
+    with serving(folder, token="open", root="/esper") as address, page(browser, f"{address}/esper?token=open") as tab:
+        assert tab.url == f"{address}/esper/"
+        tab.get_by_role("link", name="a", exact=True).click()
+        tab.wait_for_selector(".cell")
+        assert tab.url.startswith(f"{address}/esper/run?run=a")
+        tab.locator(".cell").first.click()
+        tab.wait_for_selector(".panel")
+        assert tab.url.startswith(f"{address}/esper/host?")
+        for name in ("Policy", "Anomalies", "Overview"):
+            tab.get_by_role("navigation").get_by_role("link", name=name).click()
+            tab.wait_for_selector("main[aria-busy=false]")
+            assert tab.locator(".finding:has-text('answer')").count() == 0
+        assert tab.url.startswith(f"{address}/esper/")
+        until(tab, lambda: "Follows" in tab.inner_text("footer"))  # the stream of events
+        assert [cookie["path"] for cookie in tab.context.cookies()] == ["/esper/"]
+
+
+@contextmanager
+def files_of(folder: Path) -> Iterator[str]:
+    """Another server of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_a_notebook_shows_the_page_in_a_frame_only_where_it_was_allowed(browser, folder, tmp_path, frames):
+    with serving(folder, token="open", frames=frames) as address, files_of(tmp_path) as other:
+        frame = f'<!doctype html><iframe src="{address}/run?run=a&token=open" width=900 height=700></iframe>'
+        (tmp_path / "notebook.html").write_text(frame)
+        tab = browser.new_page()
+        tab.goto(f"{other}/notebook.html")
+        inner = tab.frames[1]
+        if frames:
+            inner.wait_for_selector("main[aria-busy=false] .tile")
+            assert "10.0 → 30.0" in inner.inner_text("#result")
+        else:
+            assert inner.locator("main").count() == 0
+        tab.close()
 
 
 def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):

@@ -51,7 +51,7 @@ def test_what_is_not_a_folder_is_refused(tmp_path, name):
         Runs(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["../a", "a/../b", "/etc", "", "a/record", "."])
+@pytest.mark.parametrize("name", ["../a", "a/../b", "./a", "a/", "/etc", "", "a/record", "."])
 def test_a_path_is_not_a_name_of_a_run(folder, name):
     with pytest.raises(UnknownRunError):
         Runs(folder).path_of(name)
@@ -63,6 +63,38 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder, tmp_path_fa
     (folder / "alias").symlink_to(folder / "a")
     assert list(runs.found()) == ["a", "alias", "b"]
     assert any(note.startswith("link leads out of") for note in runs.overview()["notes"])
+
+
+def test_runs_in_nested_folders_have_their_path_as_name(folder, runs):
+    shutil.copytree(folder / "a", folder / "sweep/lr 0.1/s0")
+    shutil.copytree(folder / "b", folder / "sweep/lr 0.2/s0")
+    assert list(runs.found()) == ["a", "b", "sweep/lr 0.1/s0", "sweep/lr 0.2/s0"]
+    assert [row["run"] for row in answer(runs, "runs", "sweep/lr 0.2/s0", "sweep/lr 0.1/s0")] == [
+        "sweep/lr 0.1/s0", "sweep/lr 0.2/s0"]  # fmt: skip
+    assert answer(runs, "round", "sweep/lr 0.1/s0")["run"] == "sweep/lr 0.1/s0"
+
+
+def test_neither_runs_nor_links_nor_hidden_folders_are_searched(folder, tmp_path_factory, runs):
+    outside = tmp_path_factory.mktemp("outside")
+    write_run(outside / "secret/run", rounds=0)
+    (folder / "link").symlink_to(outside)
+    (folder / "sub").mkdir()
+    (folder / "sub/loop").symlink_to(folder)
+    (folder / "sub/out").symlink_to(outside / "secret/run")
+    write_run(folder / "a/checkpoints/inner", rounds=0)
+    write_run(folder / ".trash/old", rounds=0)
+    assert list(runs.found()) == ["a", "b"]
+    assert [note.partition(" leads")[0] for note in runs.overview()["notes"]] == ["sub/out"]
+
+
+def test_the_search_for_runs_is_bounded_and_says_so(folder, monkeypatch):
+    write_run(folder / Path(*"12345") / "deep", rounds=0)
+    write_run(folder / Path(*"123456") / "deeper", rounds=0)
+    assert list(Runs(folder).found()) == ["1/2/3/4/5/deep", "a", "b"]
+    monkeypatch.setattr("esper.telemetry.serve.runs.FOLDERS", 3)
+    overview = Runs(folder).overview()
+    assert [row["run"] for row in overview["runs"]] == ["a", "b"]
+    assert "more than 3 folders, not all of which were searched" in overview["notes"][0]
 
 
 def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, runs):

@@ -67,7 +67,7 @@ T = TypeVar("T")
 class Record:
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
-    def __init__(self, paths: Sequence[Path], follows: bool = False) -> None:
+    def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
         self._database = duckdb.connect(":memory:")
         for setting in (
             f"memory_limit = '{MEMORY}'",
@@ -76,7 +76,7 @@ class Record:
             "parquet_metadata_cache = true",  # parts never change
         ):
             self._database.execute(f"SET {setting}")
-        names = _unique_names(paths)
+        names = names or _unique_names(paths)
         self._runs = {
             name: _RunTables(path, f"run_{i}", self._database)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
@@ -253,13 +253,14 @@ class Record:
             self._database.execute(f"SET {setting}")
 
 
-def open_record(paths: Sequence[Path], follows: bool = False) -> Record:
+def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:
     """The record of these run directories, as it is now.
 
     Args:
         paths: run directories.
         follows: whether it can be `read_on`. It must not be asked what others wrote: it reads all files that are beside
             the parts, also where links lead.
+        names: of the runs, else those of their directories.
 
     Raises:
         RunDirectoryError: a path is not a run directory, or its run is of another version.
@@ -269,7 +270,7 @@ def open_record(paths: Sequence[Path], follows: bool = False) -> Record:
     for path in paths:
         require_run(path)
     with damage_said(paths):
-        return Record(list(paths), follows)
+        return Record(list(paths), follows, names)
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:

@@ -30,6 +30,7 @@ INK, FAINT, GRID, BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
 """Those of the page."""
 OPERATIONS = {"GERMINATE": GREEN, "SET_ALPHA_TARGET": SKY, "FOSSILIZE": BLUE, "PRUNE": RED, "ADVANCE": VIOLET}
 STAGES = {"GERMINATED": SAND, "TRAINING": ORANGE, "BLENDING": SKY, "HOLDING": VIOLET, "FOSSILIZED": BLUE}
+BAND = "line: mean, band: quartiles"
 HOSTS_SHOWN = 4
 FORMATS = ("png", "svg")
 
@@ -143,8 +144,8 @@ def _line(
 
 
 def _objective(ax: Axes, curves: Payload) -> None:
-    dress(ax, "100·J", "accuracy of the network that is kept minus the price of its growth; mean and quartiles")
-    _line(ax, curves, "objective", GREEN)
+    dress(ax, "100·J", f"accuracy that is kept minus the price of the growth; {BAND}")
+    _line(ax, curves, "objective", BLUE)
 
 
 def _accuracy(ax: Axes, curves: Payload) -> None:
@@ -160,8 +161,8 @@ def _accuracy(ax: Axes, curves: Payload) -> None:
 def _growth(ax: Axes, curves: Payload) -> None:
     outside = any(not low <= mean <= high for mean, low, high in _banded(curves, "growth"))
     note = "; few hosts move the mean out" * outside
-    dress(ax, "Growth", f"parameters that are kept / those of the host; mean and quartiles{note}")
-    _line(ax, curves, "growth", VIOLET)
+    dress(ax, "Growth", f"parameters, host = 1; {BAND}{note}")
+    _line(ax, curves, "growth", BLUE)
     ax.set_ylim(bottom=1.0)
 
 

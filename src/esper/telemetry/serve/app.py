@@ -11,6 +11,8 @@ Host          a name of this machine, where there is no token: another name may 
               to point here (DNS rebinding)
 Origin        absent or our own for data and events, so that other pages cannot follow a run
 token         where one is set: in the address, which sets a cookie, then in that cookie
+
+Links of the page are relative, so that it works below any path of a proxy.
 """
 
 import json
@@ -32,7 +34,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,7 +52,17 @@ from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names by which every browser reaches its own machine."""
 VIEWS = ("/", "/run", "/host", "/policy", "/anomalies")
-SCRIPTS = ("d3.min.js", "plot.min.js", "dom.js", "charts.js", "app.js", "glance.js", "views.js", "live.js")
+SCRIPTS = (
+    "d3.min.js",
+    "plot.min.js",
+    "dom.js",
+    "charts.js",
+    "app.js",
+    "glance.js",
+    "overview.js",
+    "views.js",
+    "live.js",
+)
 STYLES = ("style.css", "live.css")
 POLL, KEEP_ALIVE, PATIENCE = 1.0, 15.0, 5
 """Seconds between looks at the files, between signs of life on a quiet stream, and that answers may take to end."""
@@ -57,7 +76,10 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-_OWN = ("glance.js", "views.js", "live.js", "live.css")
+FRAMED = HEADERS | {"Content-Security-Policy": HEADERS["Content-Security-Policy"].partition("; frame-ancestors")[0]}
+del FRAMED["X-Frame-Options"]
+"""The same where other pages may show this one in a frame."""
+_OWN = ("glance.js", "overview.js", "views.js", "live.js", "live.css")
 _TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
@@ -66,6 +88,8 @@ def application(
     *,
     names: Collection[str] = LOCAL,
     token: str | None = None,
+    root: str = "",
+    frames: bool = False,
     ends: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """The answers for some runs, as an ASGI application.
@@ -75,6 +99,8 @@ def application(
         names: names of this machine that a browser may use, where there is no token. With a token any name may be used:
             a browser does not send the cookie to a foreign name that points here.
         token: the secret, None for everybody who reaches the port.
+        root: the path below which a proxy shows the page, such as /esper. Requests may have it or not.
+        frames: whether other pages may show this one in a frame.
         ends: whether streams are to end.
     """
     served = _Server(runs, token, ends)
@@ -88,7 +114,7 @@ def application(
     return Starlette(
         routes=routes,
         middleware=[
-            Middleware(_Guard, token=token),
+            Middleware(_Guard, token=token, root=root, headers=FRAMED if frames else HEADERS),
             Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if token else list(names), www_redirect=False),
             Middleware(GZipMiddleware, compresslevel=5),
         ],
@@ -98,26 +124,43 @@ def application(
 
 @final
 class _Guard:
-    """ASGI middleware: refuses requests of other pages, and those without the token; adds `HEADERS` to each answer."""
+    """ASGI middleware: refuses requests of other pages, and those without the token; adds headers to each answer."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, token: str | None, root: str, headers: Mapping[str, str]) -> None:
+        self._app, self._token, self._root, self._headers = app, token, root, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
+        scope = _below(self._root, scope)
         request, answer = Request(scope), self._app
-        if scope["path"].startswith("/api/") and not _is_own_page(request):
+        if _place(scope).startswith("/api/") and not _is_own_page(request):
             answer = _refused(403, "this data is for the page of esper serve alone, not for pages of other sites.")
         elif self._token is not None and not _brings(request, self._token):
             answer = _refused(
                 401,
                 "this page needs its token; open the address with ?token= that esper serve printed when it started.",
             )
+        elif not _place(scope):  # relative links need the slash at the end
+            answer = RedirectResponse(f"{scope['root_path']}/?{request.url.query}".rstrip("?"))
         await answer(scope, receive, with_headers)
+
+
+def _place(scope: Scope) -> str:
+    """The path of a request below that of a proxy, or of an application in which this one is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _below(root: str, scope: Scope) -> Scope:
+    """The request with `root` as the path of a proxy, whether or not the proxy has removed it."""
+    outer, place = scope.get("root_path", "") + root, _place(scope)
+    if root and f"{place}/".startswith(f"{root}/"):
+        place = place.removeprefix(root)
+    return {**scope, "root_path": outer, "path": outer + place}
 
 
 def _brings(request: Request, token: str) -> bool:
@@ -152,7 +195,8 @@ class _Server:
         answer = HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
         if self._token is not None and "token" in request.query_params:
             # not a redirect: after a link of another site a browser would follow it without the cookie
-            answer.set_cookie(_cookie(request), quote(self._token), httponly=True, samesite="strict")
+            path = request.scope["root_path"] + "/"
+            answer.set_cookie(_cookie(request), quote(self._token), path=path, httponly=True, samesite="strict")
         return answer
 
     async def overview(self, request: Request) -> Response:
@@ -237,7 +281,7 @@ def _text(name: str) -> str:
 @cache
 def _page() -> str:
     def address(name: str) -> str:
-        return f"/assets/{name}?{sha256(_text(name).encode()).hexdigest()[:12]}"
+        return f"./assets/{name}?{sha256(_text(name).encode()).hexdigest()[:12]}"
 
     return "\n".join(
         [
@@ -261,10 +305,10 @@ def _json(body: bytes) -> Response:
 def _plain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, why = error.status_code, error.detail
-    if request.scope["path"].startswith("/api/"):
+    if _place(request.scope).startswith("/api/"):
         return JSONResponse({"error": why}, status, error.headers)
     why = {
-        404: f"{request.scope['path']} is not here; the overview is at /.",
+        404: f"{request.scope['path']} is not here; the overview is at {request.scope['root_path']}/.",
         405: "this page can only be read; use GET.",
     }.get(status, why)
     return _refused(status, why, error.headers)
@@ -278,9 +322,16 @@ def _explained(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, UnknownRunError) else 422)
 
 
-def server_of(runs: Runs, *, names: Collection[str] = LOCAL, token: str | None = None) -> uvicorn.Server:
+def server_of(
+    runs: Runs,
+    *,
+    names: Collection[str] = LOCAL,
+    token: str | None = None,
+    root: str = "",
+    frames: bool = False,
+) -> uvicorn.Server:
     """A server that answers for these runs (`application`), on a free port where `run` gets no socket."""
-    app = application(runs, names=names, token=token, ends=lambda: server.should_exit)
+    app = application(runs, names=names, token=token, root=root, frames=frames, ends=lambda: server.should_exit)
     settings = uvicorn.Config(
         app,
         port=0,

@@ -107,7 +107,7 @@ class _Tools:
             raise QueryError(f"rows is {rows}, expected 1 to {ROWS}; aggregate, or order and limit the rows.")
         if not runs:
             raise QueryError("no run is named; list_runs has their names.")
-        found = queries.answer([self._runs.path_of(name) for name in runs], sql, rows, self._seconds)
+        found = queries.answer([self._runs.path_of(name) for name in runs], sql, rows, self._seconds, runs)
         return found | _notes(found.get("notes", []))
 
     def host(self, run: str, round: int | None = None, host: int | None = None) -> object:

@@ -13,6 +13,7 @@ import stat
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
 from typing import final
@@ -28,8 +29,9 @@ BLOCK, TAIL = 1 << 20, 1 << 16
 """Bytes that are read at once, and at the end of a file for its newest line."""
 _SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
 _RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
-_NAMES = (*_SETTINGS, *_RESULTS, "reward", "rounds", "finished", "seconds", "best", "changed")
+_NAMES = (*_SETTINGS, *_RESULTS, "reward", "rounds", "config", "finished", "seconds", "best", "changed")
 _SHOWN = re.compile(rf"^(?:{'|'.join(_SETTINGS)}|rounds|mode) = .*$", re.MULTILINE)
+_SEED = re.compile(r"^seed = .*$", re.MULTILINE)
 UNREADABLE = (OSError, *DAMAGED)
 """What reading a run may raise: files may be removed meanwhile."""
 State = tuple[tuple[int, ...] | None, ...]
@@ -65,7 +67,8 @@ class Row:
 
     Attributes:
         shown: what is said; None where it is not known. `curve` has at most `POINTS` values of 100·J, means of
-            neighbouring rounds. `changed` is the time (seconds since 1970) of the last round, or of the start.
+            `every` neighbouring rounds. Runs whose `config` is equal differ in the seed alone. `changed` is the time
+            (seconds since 1970) of the last round, or of the start.
         text: the same as JSON.
         behind: bytes of metrics.jsonl that have not been read.
     """
@@ -103,7 +106,7 @@ class Row:
         except UNREADABLE as error:
             self._begin()
             warning = f"{self._run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
-            row = {**dict.fromkeys(_NAMES), "curve": [], "warnings": [warning]}
+            row = {**dict.fromkeys(_NAMES), "curve": [], "every": 1, "warnings": [warning]}
         self.shown = {"run": self._name, **row}
         self.text = encoded(self.shown)
 
@@ -154,12 +157,13 @@ class Row:
         known, damaged = not self.behind, self._damaged
         lost = f"{self._run / METRICS} has {damaged} damaged lines, which were left out; restore it from a backup."
         return {
-            **{name: self._settings.get(name) for name in (*_SETTINGS, "reward", "rounds")},
+            **{name: self._settings.get(name) for name in (*_SETTINGS, "reward", "rounds", "config")},
             **{name: self._last.get(name) for name in _RESULTS},
             "finished": self._state[2] is not None,
             "seconds": self._seconds if known else None,
             "best": max(self._objectives, default=None) if known else None,
             "curve": thinned(self._objectives) if known else [],
+            "every": rounds_of_point(len(self._objectives)),
             "changed": next((found[0] // 1_000_000_000 for found in self._state[1::-1] if found), None),
             "warnings": [*self._warnings, *([lost] if damaged else [])],
         }
@@ -169,11 +173,13 @@ def _settings(path: Path, warnings: list[str]) -> Payload:
     """The settings that are shown; the whole file would take milliseconds, which a thousand runs multiply."""
     try:
         text = read_text(path)
-        top, reward = text.partition("\n[")[0], text.partition("\n[reward]\n")[2].partition("\n[")[0]
+        top, _, tables = text.partition("\n[")
+        reward = text.partition("\n[reward]\n")[2].partition("\n[")[0]
         found = toml_of("\n".join(_SHOWN.findall(top))) | {
             "reward": toml_of("\n".join(_SHOWN.findall(reward))).get("mode")
         }
-        return found if "task" in found else toml_of(text)
+        config = blake2b((_SEED.sub("", top) + tables).encode(), digest_size=8).hexdigest()
+        return (found if "task" in found else toml_of(text)) | {"config": config}
     except (OSError, ValueError) as error:
         warnings.append(f"{path} cannot be read ({error}); restore it from a backup.")
         return {}
@@ -196,8 +202,13 @@ def _number(line: bytes, key: bytes) -> float | None:
         return None
 
 
+def rounds_of_point(rounds: int) -> int:
+    """How many rounds a point of a curve stands for: a power of two, so that points of two curves can be joined."""
+    return 1 << (max(rounds - 1, 0) // POINTS).bit_length()
+
+
 def thinned(values: "array[float]") -> list[float]:
     """At most `POINTS` values: means of neighbours."""
-    size = -(-len(values) // POINTS) or 1
+    size = rounds_of_point(len(values))
     groups = (values[i : i + size] for i in range(0, len(values), size))
     return [sum(group) / len(group) for group in groups]

@@ -27,15 +27,17 @@ CHARACTERS, CELL = 20_000, 500
 """Of an answer, and of one value in it."""
 
 
-def answer(runs: Sequence[Path], sql: str, rows: int, seconds: float = SECONDS) -> dict[str, Any]:
-    """The first `rows` rows of one SELECT about run directories, as JSON values.
+def answer(
+    runs: Sequence[Path], sql: str, rows: int, seconds: float = SECONDS, names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The first `rows` rows of one SELECT about run directories, as JSON values; `names` as for `open_record`.
 
     `left_out` says how many rows are not among them; `notes` are sentences about what is damaged or not written yet.
 
     Raises:
         QueryError: it is not a SELECT, reads other files, is wrong, or was ended; or a run cannot be read.
     """
-    question = json.dumps({"runs": list(map(str, runs)), "sql": sql, "rows": rows})
+    question = json.dumps({"runs": list(map(str, runs)), "names": names, "sql": sql, "rows": rows})
     # -P: what lies in the working directory of whoever started the server is not imported
     command = [sys.executable, "-P", "-m", __name__]
     try:
@@ -52,9 +54,9 @@ def answer(runs: Sequence[Path], sql: str, rows: int, seconds: float = SECONDS) 
     return found
 
 
-def _answered(runs: Sequence[Path], sql: str, rows: int) -> dict[str, Any]:
+def _answered(runs: Sequence[Path], names: Sequence[str], sql: str, rows: int) -> dict[str, Any]:
     """The answer, of at most `CHARACTERS` characters."""
-    with open_record(runs) as record:
+    with open_record(runs, names=names) as record:
         found, more, is_all = record.beginning(sql, rows)
         values, left = [], CHARACTERS
         for row in found:
@@ -95,7 +97,7 @@ def main() -> None:
     _limit_memory()
     question = json.load(sys.stdin)
     try:
-        found = _answered([Path(run) for run in question["runs"]], question["sql"], question["rows"])
+        found = _answered([Path(run) for run in question["runs"]], question["names"], question["sql"], question["rows"])
     except EsperError as error:
         found = {"error": " ".join(str(error).split())}
     except MemoryError:

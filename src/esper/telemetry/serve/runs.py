@@ -1,7 +1,7 @@
 """The runs that are served, and what the live page shows of them beyond the report, as JSON values.
 
 RUN             one run directory
-DIR/*           the run directories in a folder, by name; links that lead out of it are left out
+DIR/**          the run directories below a folder, by their path from it; links that lead out of it are left out
 
 Requests name runs, never paths. Nothing is written.
 """
@@ -30,6 +30,8 @@ OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
 ANSWERS = 200
 """Most answers that are kept for a record."""
+DEPTH, FOLDERS = 6, 5_000
+"""Most parts of the path of a run, and most folders that are searched for runs."""
 PATIENCE = 0.5
 """Seconds for which an answer waits for what has not been read of the runs."""
 
@@ -50,7 +52,7 @@ class _Opened:
     record: Record | None = None
     answers: dict[str, bytes] = field(default_factory=dict)
 
-    def read(self, paths: list[Path], version: str) -> None:
+    def read(self, names: tuple[str, ...], paths: list[Path], version: str) -> None:
         """Read what is new, or all of it."""
         try:
             is_continued = self.record is not None and self.record.read_on()
@@ -58,7 +60,7 @@ class _Opened:
             is_continued = False
         if not is_continued:
             self.close()
-            self.record = open_record(paths, follows=True)
+            self.record = open_record(paths, follows=True, names=names)
         self.version, self.answers = version, {}
 
     def close(self) -> None:
@@ -100,28 +102,35 @@ class Runs:
         """The run directories by name."""
         return self._look()[0]
 
-    def _notes(self, found: Mapping[str, Path], outside: list[str]) -> list[str]:
+    def _notes(self, found: Mapping[str, Path], hidden: list[str]) -> list[str]:
         """Sentences about what is not shown."""
-        notes = [f"{name} leads out of {self.root} and is not shown; serve the folder it leads to." for name in outside]
+        notes = list(hidden)
         if not found:
             notes.append(
-                f"{self.root} holds no run yet: no folder in it has a {CONFIG}. Start one with "
+                f"{self.root} holds no run yet: no folder below it has a {CONFIG}. Start one with "
                 f"{command('train', '--out', self.root / 'NAME')}; it appears here by itself."
             )
         return notes
 
     def _look(self) -> tuple[dict[str, Path], list[str]]:
+        """The runs by name, and sentences about those that are not shown; neither runs nor links are searched."""
         if self.is_single:
             return {self.root.name: self.root}, []
-        try:
-            with os.scandir(self.root) as entries:
-                links = {entry.name: entry.is_symlink() for entry in entries if not entry.name.startswith(".")}
-        except OSError:  # removed while it is served
-            return {}, []
-        runs = [name for name in sorted(links) if os.path.isfile(f"{self.root}/{name}/{CONFIG}")]
-        paths = {name: self.root / name for name in runs}
-        inside = {n: p for n, p in paths.items() if not links[n] or p.resolve().is_relative_to(self.root)}
-        return inside, [name for name in runs if name not in inside]
+        found: dict[str, Path] = {}
+        hidden, level, left = list[str](), [""], FOLDERS
+        for _ in range(DEPTH):
+            folders, level = level[:left], level[left:]
+            left -= len(folders)
+            for name, is_link in (inner for folder in folders for inner in _folders(self.root, folder)):
+                if not os.path.isfile(f"{self.root}/{name}/{CONFIG}"):
+                    level += [] if is_link else [f"{name}/"]
+                elif is_link and not (self.root / name).resolve().is_relative_to(self.root):
+                    hidden.append(f"{name} leads out of {self.root} and is not shown; serve the folder it leads to.")
+                else:
+                    found[name] = self.root / name
+        if left <= 0 < len(level):
+            hidden.append(f"{self.root} has more than {FOLDERS:,} folders, not all of which were searched for runs.")
+        return dict(sorted(found.items())), hidden
 
     def path_of(self, name: str) -> Path:
         """The directory of a run; raises UnknownRunError."""
@@ -149,7 +158,7 @@ class Runs:
         with opened.lock:
             version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
             if opened.record is None or opened.version != version:
-                opened.read(paths, version)
+                opened.read(names, paths, version)
             assert opened.record is not None
             if key not in opened.answers:
                 if len(opened.answers) >= ANSWERS:
@@ -189,13 +198,13 @@ class Runs:
 
     def _look_at_rows(self, seconds: float) -> tuple[int, list[str]]:
         """Read what is new for so many seconds; how many runs are not read to their ends, and what is not shown."""
-        until, (found, outside) = time.monotonic() + seconds, self._look()
+        until, (found, hidden) = time.monotonic() + seconds, self._look()
         self._rows = {name: self._rows.get(name) or Row(name, path) for name, path in found.items()}
         for row in self._rows.values():
             row.look()
         for row in self._rows.values():
             row.read_on(until)
-        return sum(row.behind > 0 for row in self._rows.values()), self._notes(found, outside)
+        return sum(row.behind > 0 for row in self._rows.values()), self._notes(found, hidden)
 
     def close(self) -> None:
         """Close all records."""
@@ -210,6 +219,15 @@ class Runs:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _folders(root: Path, folder: str) -> list[tuple[str, bool]]:
+    """The path from `root` of each folder in `folder`, which is empty or ends with /, and whether it is a link."""
+    try:
+        with os.scandir(f"{root}/{folder}") as entries:
+            return [(folder + e.name, e.is_symlink()) for e in entries if e.name[0] != "." and e.is_dir()]
+    except OSError:  # removed while it is served, or not ours to read
+        return []
 
 
 def version_of(run: Path) -> str:

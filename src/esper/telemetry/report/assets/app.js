@@ -165,7 +165,7 @@ function hostView(run, round, host) {
   const results = `100·J ${number(host.objective)}, kept network ${number(host.committed)} %, growth ${number(host.growth)}×; ${host.germinated} germinated, ${host.fossilized} fossilized, ${host.pruned} pruned, ${host.rollbacks} rolled back.`;
   return present(
     el("p", {}, el("strong", {}, `Host ${host.host}: `), results, instanceOf(host)),
-    lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", domain: undefined, marginLeft: 60, height: 190 }),
+    lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", xDomain: [0.5, run.episode_length + 0.5], marginLeft: 60, height: 190 }),
     host.segments.length ? lanes({ host, slots: run.slots, length: run.episode_length })
       : host.seeds.length ? table(SEED_COLUMNS, host.seeds, "Seeds") : say("No seed germinated in this episode."),
     host.waterfall ? waterfall({ parts: host.waterfall, blueprints }) : say("The final network was not measured without its seeds, so their parts are unknown."),
@@ -360,8 +360,8 @@ function heading(runs) {
   return [el("h1", {}, runs.map((run) => run.run).join(", ") || "Report"), say(about[0])];
 }
 
-/** A section with what it draws. */
-const framed = ({ id, title }, ...content) => el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...content);
+/** A section with what it draws; without a title it goes on with the one before. */
+const framed = ({ id, title }, ...content) => el("section", { id, "aria-labelledby": title && `${id}-title` }, title && el("h2", { id: `${id}-title` }, title), ...content);
 
 /** Draws all sections with the payloads that `load(name)` promises. */
 async function start(load) {

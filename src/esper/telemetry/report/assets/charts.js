@@ -48,7 +48,7 @@ function onInterval(place, choose) {
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
 
 /** Lines over x, with a band where rows have low and high. Series are [{name, color, dash, rows: [{x, y, low, high}]}]. */
-function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain, log = false }) {
+function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain, log = false, band = "quartiles of the hosts" }) {
   const shown = series.filter((one) => one.rows.some((row) => row.y !== null && row.y !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
@@ -67,14 +67,14 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
       ...near.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),
       ...shown.map((one) => Plot.lineY(one.rows, { x: "x", y: "y", stroke: one.color, strokeWidth: 2, strokeDasharray: one.dash })),
       ...shown.filter((one) => one.rows.length <= 12).map((one) => Plot.dot(one.rows, { x: "x", y: "y", fill: one.color, r: 3 })),
-      Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\nquartiles ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
+      Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\n${band}: ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
     ],
   });
-  const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(low != null ? { low, high } : {}) }));
+  const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(banded.length ? { low, high } : {}) }));
   const listed = (some) => some.map((limit) => limit.label).join(", ");
   const outside = banded.some((row) => row.y < row.low || row.y > row.high);
-  const notes = [note, banded.length && "Band: quartiles of the hosts.", near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
-  return figure({ title, note: notes.filter(Boolean).join(" "), rows, draw, key: legend ?? (shown.length > 1 ? keys(shown) : null) });
+  const notes = [note, near.length && `Dashed: ${listed(near)}.`, far.length && `Beyond the chart: ${listed(far)}.`, outside && "A few hosts move the mean out of the band."];
+  return figure({ title, note: notes.filter(Boolean).join(" "), rows, draw, key: legend ?? keys([...(shown.length > 1 ? shown : []), ...(banded.length ? [{ name: `line: mean, band: ${band}`, color: shown.length > 1 ? "currentColor" : shown[0].color, band: true }] : [])]) });
 }
 
 /** Rows of {x, part, value} stacked on each x, positive parts up and negative ones down. */
@@ -116,7 +116,7 @@ function shares({ title, note, rows, colors, names, top }) {
   if (!rows.length) return null;
   const order = Object.keys(colors);
   const draw = (width) => plot(width, {
-    height: 44 + 26 * names.length, marginLeft: 112,
+    height: 44 + 26 * names.length, marginLeft: 112, marginRight: 24,
     x: { label: null, percent: true, tickFormat: (value) => `${value} %`, ticks: 4, domain: [0, 100 * top] }, y: { label: null, domain: names },
     color: { domain: order, range: order.map((name) => colors[name]) },
     marks: [
@@ -132,8 +132,8 @@ function shares({ title, note, rows, colors, names, top }) {
 function ranked({ title, note, rows, names, percent = false }) {
   const text = (value) => (percent ? `${number(100 * value, 1)} %` : number(value, 4));
   const draw = (width) => plot(width, {
-    height: 44 + 18 * names.length, marginLeft: 152,
-    x: { label: null, grid: true, percent, ticks: Math.max(2, width / 110), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
+    height: 44 + 18 * names.length, marginLeft: 152, marginRight: 24,
+    x: { label: null, grid: true, percent, ticks: Math.max(2, (width - 152) / 70), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
     y: { label: null, domain: names, tickSize: 0 },
     marks: [
       Plot.barX(rows, { x: "value", y: "name", fill: C.blue, fillOpacity: 0.35, stroke: C.blue, insetTop: 2.5, insetBottom: 2.5 }),
@@ -176,7 +176,7 @@ function frontier({ title, note, rows, x, xLabel, y, log }) {
       Plot.ruleX(shown, { x: "x", y1: (row) => row.y - row.dy, y2: (row) => row.y + row.dy, stroke: "color" }),
       Plot.ruleY(shown, { y: "y", x1: left, x2: (row) => row.x + row.dx, stroke: "color" }),
       Plot.dot(shown, { x: "x", y: "y", fill: "color", r: 5, stroke: "var(--paper)" }),
-      ...labels.map(({ row, dx, dy, anchor }) => Plot.text([row], { x: "x", y: "y", text: "label", dx, dy, textAnchor: anchor, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 })),
+      ...labels.map(({ row, text, dx, dy, anchor }) => Plot.text([row], { x: "x", y: "y", text: () => text, dx, dy, textAnchor: anchor, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 })),
       Plot.tip(shown, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.label}\naccuracy ${plusMinus(row.y, row.dy)}\n${xLabel} ${plusMinus(row.x, row.dx)}` })),
     ],
   });
@@ -186,16 +186,17 @@ function frontier({ title, note, rows, x, xLabel, y, log }) {
 }
 const KINDS = { trained: ["trained controller", C.vermillion], constant: ["constant schedule", C.blue], other: ["other baseline", C.grey] };
 
-/** Where the labels of points do not cover each other: above the point, else higher or lower. */
+/** Where the labels of points do not cover each other: above the point, else higher or lower; those without room are shortened. */
 function labelPlaces(drawn, rows, width) {
   const [sx, sy] = [drawn.scale("x"), drawn.scale("y")], taken = [];
   return d3.sort(rows, (row) => -row.y).map((row) => {
-    const x = sx.apply(row.x), y = sy.apply(row.y), length = row.label.length * 6.2;
-    const anchor = x + length > width - 20 ? "end" : "start", from = anchor === "end" ? x - length - 8 : x + 8;
+    const x = sx.apply(row.x), y = sy.apply(row.y), most = Math.floor((Math.max(x, width - x) - 16) / 6.2);
+    const text = row.label.length > most ? `${row.label.slice(0, most - 1)}…` : row.label, length = text.length * 6.2;
+    const anchor = x + length > width - 16 ? "end" : "start", from = anchor === "end" ? x - length - 8 : x + 8;
     const free = (dy) => taken.every((t) => from + length < t.from || from > t.to || Math.abs(y + dy - t.y) > 12);
     const dy = [-9, 11, -22, 24, 37, -35].find(free) ?? -9;
     taken.push({ from, to: from + length, y: y + dy });
-    return { row, dx: anchor === "end" ? -8 : 8, dy, anchor };
+    return { row, text, dx: anchor === "end" ? -8 : 8, dy, anchor };
   });
 }
 

@@ -43,6 +43,7 @@ function duration(seconds) {
 function table(columns, rows, caption) {
   const head = el("tr", {}, columns.map(([name, , text]) => el("th", { scope: "col", class: text ? "text" : null }, name)));
   const body = rows.map((row) => el("tr", {}, columns.map(([, value, text]) => el("td", { class: text ? "text" : null }, value(row)))));
+  body.forEach((tr) => tr.childNodes.forEach((td) => { if (td.textContent.length > 50) td.classList.add("long"); }));
   return el("div", { class: rows.length > 60 ? "scroll" : "scroll tall", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
 }
@@ -59,14 +60,15 @@ function toggle(label, change) {
   return el("label", {}, box, " " + label);
 }
 
-/** The key of a chart: names with colours, and dashes of lines. */
-function keys(entries) {
-  return el("ul", { class: "keys" }, entries.map(({ name, color, dash, fill }) => {
-    const mark = fill ? svg("rect", { width: 18, height: 12, fill: color, stroke: "currentColor", "stroke-opacity": 0.5 })
-      : svg("line", { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash ?? "none" });
-    return el("li", {}, svg("svg", { "aria-hidden": "true" }, mark), name);
-  }));
+/** How a chart draws something: in a colour, as a dashed line, filled, or as a line in a band. */
+function mark({ color, dash = "none", fill, band }) {
+  const box = fill ? { stroke: "currentColor", "stroke-opacity": 0.5 } : { "fill-opacity": 0.25 };
+  return svg("svg", { class: "mark", "aria-hidden": "true" }, fill || band ? svg("rect", { width: 18, height: 12, fill: color, ...box }) : [],
+    fill ? [] : svg("line", { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash }));
 }
+
+/** The key of a chart: names with their marks. */
+const keys = (entries) => (entries.length ? el("ul", { class: "keys" }, entries.map((entry) => el("li", {}, mark(entry), entry.name))) : null);
 
 /**
  * A titled chart that fits its width, with its data as a table and its picture as SVG.
@@ -87,7 +89,7 @@ function figure({ title, note, key, draw, rows = [] }) {
   let drawn = 0;
   new ResizeObserver(([entry]) => {
     const width = Math.floor(entry.contentRect.width);
-    if (!width || width === drawn) return;
+    if (width < 200 || width === drawn) return;  // no room beside the labels, as while a window opens
     drawn = width;
     const svg = draw(width);
     svg.setAttribute("role", "img");

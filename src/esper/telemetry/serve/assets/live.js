@@ -2,23 +2,29 @@
 // Starts the view that the address names, and draws its sections again when files of its runs have changed.
 
 const address = new URL(location.href);
-const view = VIEWS[address.pathname], names = address.searchParams.getAll("run");
+const path = address.pathname.slice(address.pathname.lastIndexOf("/"));  // below that of a proxy
+const view = VIEWS[path], names = address.searchParams.getAll("run");
 const whole = (name) => (/^\d+$/.test(address.searchParams.get(name) ?? "") ? Number(address.searchParams.get(name)) : null);
-const state = { round: whole("round"), host: whole("host"), step: whole("step"), order: address.searchParams.get("order"), sort: address.searchParams.get("sort") };
-const places = new Map();  // section id: { place, body, text }
+const state = { round: whole("round"), host: whole("host"), step: whole("step"), ...Object.fromEntries(["order", "sort", "filter", "regex", "group", "band", "pin", "columns", "all"].map((name) => [name, address.searchParams.get(name)])) };
+const places = new Map();  // section id: { place, body, text, content }
 let busy = false, wanted = null, rested = 0, timer;
 
 /** Shows `state` in the address, without the token; going back leaves the view. */
 function remember() {
-  history.replaceState(null, "", link(address.pathname, { run: names, ...state, step: scrub.step ?? state.step }) + location.hash);
+  history.replaceState(null, "", link(path, { run: names, ...state, step: scrub.step ?? state.step }) + location.hash);
 }
 
 function go(change) {
   Object.assign(state, change);
   if (!(state.order in ORDERS)) state.order = null;
   remember();
-  places.forEach((one) => { if (one.section.needs.some((name) => name in { overview: 0, round: 0, anomalies: 0 })) one.text = null; });
-  ask("now");
+  const other = "round" in change || "host" in change;  // asks for other data
+  places.forEach((one) => {
+    if (!one.section.needs.some((name) => name in { overview: 0, round: 0, anomalies: 0 })) return;
+    if (other) one.text = null;
+    else if (one.content) paint(one);
+  });
+  if (other) ask("now");
 }
 
 /** A payload as text; an error as a sentence. */
@@ -38,7 +44,7 @@ async function fetched(name) {
 }
 
 async function redraw(one, load) {
-  const { section, place, body } = one;
+  const { section } = one;
   let text, content, failed = null;
   try {
     const texts = await Promise.all(section.needs.map(load));
@@ -50,7 +56,11 @@ async function redraw(one, load) {
     if (text === one.text) return;
     content = () => el("p", { class: "finding" }, error.message);
   }
-  Object.assign(one, { text, failed });
+  Object.assign(one, { text, failed, content });
+  paint(one);
+}
+
+function paint({ place, body, content }) {
   place.style.minHeight = `${place.offsetHeight}px`;  // charts come a moment later; nothing below must jump
   const chosen = choices(body);
   body.replaceChildren(...present(content()));
@@ -59,7 +69,7 @@ async function redraw(one, load) {
   setTimeout(() => { place.style.minHeight = ""; }, 400);
 }
 
-const controls = (body) => [...body.querySelectorAll(".controls select, .controls input, form input, .scroll")];
+const controls = (body) => [...body.querySelectorAll(".controls select, .controls input, .scroll")];
 
 /** What the user has chosen in a section, by its place. */
 const choices = (body) => controls(body).map((c) => ({ value: c.value, checked: c.checked, focus: c === document.activeElement, top: c.scrollTop, left: c.scrollLeft }));
@@ -69,7 +79,7 @@ function choose(body, chosen) {
   if (now.length !== chosen.length) return;
   now.forEach((control, i) => {
     const { value, checked, focus, top, left } = chosen[i];
-    if (control.closest("form") || control.matches("[type=checkbox]")) {
+    if (control.matches("[type=checkbox]")) {
       if (control.checked !== checked) { control.checked = checked; control.dispatchEvent(new Event("change")); }
     } else if (control.matches("select:not([aria-label]), [type=search]") && control.value !== value) {
       control.value = value;
@@ -108,8 +118,8 @@ function frame() {
   const title = names.join(", ") || "esper";
   document.title = `${view.title}: ${title}`;
   document.querySelector("header").replaceChildren(el("h1", {}, title));
-  const item = ([path, { title, single }]) => el("li", {}, el("a", { href: path === "/" ? "/" : link(path, { run: single ? names[0] : names }), "aria-current": path === address.pathname ? "page" : null }, title));
-  document.querySelector("nav").replaceChildren(el("ul", {}, Object.entries(VIEWS).filter(([path]) => path === "/" || names.length).map(item)));
+  const item = ([to, { title, single }]) => el("li", {}, el("a", { href: to === "/" ? link(to, {}) : link(to, { run: single ? names[0] : names }), "aria-current": to === path ? "page" : null }, title));
+  document.querySelector("nav").replaceChildren(el("ul", {}, Object.entries(VIEWS).filter(([to]) => to === "/" || names.length).map(item)));
   const sections = view.sections.filter((section) => !section.single || names.length === 1);
   document.querySelector("main").replaceChildren(...sections.map((section) => {
     const body = el("div", {}, say("reading …")), place = framed(section, body);
@@ -131,7 +141,7 @@ function connect() {
 async function begin() {
   if (view !== VIEWS["/"] && !names.length) {  // the only run, or a choice
     const { runs } = JSON.parse(await fetched("overview"));
-    if (runs.length !== 1) { location.replace("/"); return; }
+    if (runs.length !== 1) { location.replace(link("/", {})); return; }
     names.push(runs[0].run);
   }
   remember();

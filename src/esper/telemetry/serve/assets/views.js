@@ -4,54 +4,24 @@
 
 const of = (id) => SECTIONS.find((section) => section.id === id);
 
-/** The address of a view, with what `parameters` has a value for. */
+/** The address of a view from any other, with what `parameters` has a value for. */
 function link(path, parameters) {
   const pairs = Object.entries(parameters).flatMap(([name, value]) => [value].flat().filter((one) => one !== null && one !== undefined && one !== "").map((one) => [name, one]));
-  return pairs.length ? `${path}?${new URLSearchParams(pairs)}` : path;
+  return pairs.length ? `.${path}?${new URLSearchParams(pairs)}` : `.${path}`;
 }
 
-// Overview ----------------------------------------------------------------------------------------------------------
-
-/** A curve without axes. */
-function spark(values) {
-  if (values.length < 2) return "–";
-  const [low, high] = d3.extent(values), y = (v) => 3 + 20 * (1 - (v - low) / (high - low || 1));
-  const last = values.length - 1;
-  return svg("svg", { viewBox: `-3 0 ${126} 26`, width: 126, height: 26, role: "img", "aria-label": `100·J from ${number(values[0])} to ${number(values[last])}, between ${number(low)} and ${number(high)}` },
-    svg("path", { d: d3.line((_, i) => (120 * i) / last, y)(values), fill: "none", stroke: C.blue, "stroke-width": 2 }),
-    svg("circle", { cx: 120, cy: y(values[last]), r: 3, fill: C.blue }));
+/** Rows in the order of the address; `columns` have the key to sort by as fourth part. */
+function ordered(columns, rows) {
+  const sort = state.sort ?? "", key = columns.find(([heading]) => heading === sort.replace(/^-/, ""))?.[3];
+  if (!key) return rows;
+  const known = (row) => key(row) !== null && key(row) !== undefined;
+  return [...d3.sort(rows.filter(known), (a, b) => (sort.startsWith("-") ? d3.descending : d3.ascending)(key(a), key(b))), ...rows.filter((row) => !known(row))];
 }
 
-function age(seconds) {
-  const passed = Math.max(0, Date.now() / 1000 - seconds);
-  return passed < 90 ? `${Math.round(passed)} s ago` : passed < 5400 ? `${Math.round(passed / 60)} min ago` : passed < 129600 ? `${Math.round(passed / 3600)} h ago` : new Date(1000 * seconds).toISOString().slice(0, 10);
-}
-
-const condition = (run) => (run.finished ? "finished" : run.changed === null ? "empty" : `written ${age(run.changed)}`);
-const RUN_COLUMNS = [
-  ["run", (run) => el("a", { href: link("/run", { run: run.run }) }, run.run), true, (run) => run.run],
-  ["100·J ± sd", (run) => plusMinus(run.objective, run.objective_std), false, (run) => run.objective],
-  ["100·J by round", (run) => spark(run.curve), true, null],
-  ["best", (run) => number(run.best), false, (run) => run.best],
-  ["accuracy %", (run) => number(run.committed, 1), false, (run) => run.committed],
-  ["growth", (run) => number(run.growth, 2), false, (run) => run.growth],
-  ["rounds", (run) => `${run.round ?? 0}${run.rounds ? ` / ${run.rounds}` : ""}`, false, (run) => run.round ?? 0],
-  ["state", condition, true, (run) => (run.finished ? -1 : run.changed)],
-  ["task", (run) => run.task ?? "–", true, (run) => run.task],
-  ["preset", (run) => run.preset ?? "–", true, (run) => run.preset],
-  ["reward", (run) => run.reward ?? "–", true, (run) => run.reward],
-  ["seed", (run) => count(run.seed), false, (run) => run.seed],
-  ["hosts", (run) => count(run.num_envs), false, (run) => run.num_envs],
-  ["time", (run) => duration(run.seconds), false, (run) => run.seconds],
-];
-
-/** A table whose headings sort it; `columns` have the key to sort by as fourth part. */
+/** A table whose headings sort it. */
 function sortable(columns, rows, caption) {
   const name = (state.sort ?? "").replace(/^-/, ""), down = (state.sort ?? "").startsWith("-");
-  const key = columns.find(([heading]) => heading === name)?.[3];
-  const known = (row) => key(row) !== null && key(row) !== undefined;
-  const sorted = key ? [...d3.sort(rows.filter(known), (a, b) => (down ? d3.descending : d3.ascending)(key(a), key(b))), ...rows.filter((row) => !known(row))] : rows;
-  const made = table(columns, sorted, caption);
+  const made = table(columns, rows, caption);
   made.querySelectorAll("th").forEach((th, i) => {
     const [heading, , text, by] = columns[i];
     if (!by) return;
@@ -60,19 +30,6 @@ function sortable(columns, rows, caption) {
     th.replaceChildren(el("button", { type: "button", class: "sort", click: () => go({ sort: next }) }, heading, own ? (down ? " ▼" : " ▲") : ""));
   });
   return made;
-}
-
-function overviewSection({ overview }) {
-  const several = overview.runs.length > 1;
-  const box = ["", (run) => el("input", { type: "checkbox", name: "run", value: run.run, "aria-label": `compare ${run.run}` }), true, null];
-  const notes = [...overview.notes, ...overview.runs.flatMap((run) => run.warnings)];
-  const runs = overview.runs.length ? sortable(several ? [RUN_COLUMNS[0], box, ...RUN_COLUMNS.slice(1)] : RUN_COLUMNS, overview.runs, "Runs") : null;
-  runs?.classList.add("tall");
-  if (overview.reading) ask("now");  // the server answers before it has read all
-  return present(notes.map((text) => el("p", { class: "finding" }, text)),
-    runs && el("form", { action: "/run" }, runs, several ? el("p", {}, el("button", {}, "Compare the chosen runs")) : null),
-    overview.reading ? say(`${overview.reading} runs are still being read; their curve, best round and time follow.`) : null,
-    runs && say("100·J: accuracy of the network that is kept minus the price of its growth; mean and standard deviation over the hosts of the last round. Each curve has its own scale."));
 }
 
 // Run ---------------------------------------------------------------------------------------------------------------
@@ -166,7 +123,8 @@ function follow(charts) {
 function stepPanel(found, colors) {
   const [steps, decisions, slots, rewards] = [found.steps, found.decisions, found.slot_rows, found.rewards].map(byStep);
   const most = d3.max(found.rewards, (row) => Math.abs(row.value)) ?? 0, both = found.rewards.some((row) => row.value < 0);
-  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step", tabindex: 0 }, body, parts);
+  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step" }, body, parts);
+  new ResizeObserver(() => panel.style.setProperty("--height", `${panel.offsetHeight}px`)).observe(panel);  // a tall one scrolls to its end
   const draw = (t) => {
     const [step] = steps.get(t) ?? [{}], [decision] = decisions.get(t) ?? [];
     const values = new Map((rewards.get(t) ?? []).map((row) => [row.term, row.value]));
@@ -238,15 +196,17 @@ function anomalySection({ runs, anomalies }) {
   const many = runs.length > 1;
   const findings = anomalies.kinds.map((kind) => el("p", { class: "finding" }, el("strong", {}, (many ? `${kind.run}: ` : "") + words(kind.kind)), ` (${kind.times}×, last in round ${kind.last_round}) ${kind.message ?? ""} ${kind.advice ?? ""}`));
   const place = (a) => (a.host === null || a.host < 0 || a.t === null ? count(a.round) : el("a", { href: link("/host", { run: a.run, round: a.round, host: a.host, step: a.t }) }, `${a.round}, step ${a.t}, host ${a.host}`));
+  const columns = [
+    ...(many ? [["run", (a) => a.run, true, (a) => a.run]] : []), ["round", place, true, (a) => a.round], ["kind", (a) => words(a.kind), true, (a) => a.kind],
+    ["value", (a) => count(a.value, 3), false, (a) => a.value], ["threshold", (a) => count(a.threshold, 3), false, (a) => a.threshold],
+    ["meaning", (a) => a.message ?? "–", true, null], ["what to do", (a) => a.advice ?? "–", true, null]];
   return present(anomalies.warnings.map((text) => el("p", { class: "finding" }, text)), findings.length ? findings : say("No anomaly was found."),
-    anomalies.newest.length ? [el("h3", {}, "Newest first"), sortable([
-      ...(many ? [["run", (a) => a.run, true, (a) => a.run]] : []), ["round", place, true, (a) => a.round], ["kind", (a) => words(a.kind), true, (a) => a.kind],
-      ["value", (a) => count(a.value, 3), false, (a) => a.value], ["threshold", (a) => count(a.threshold, 3), false, (a) => a.threshold],
-      ["meaning", (a) => a.message ?? "–", true, null], ["what to do", (a) => a.advice ?? "–", true, null]], anomalies.newest, "Anomalies")] : null);
+    anomalies.newest.length ? [el("h3", {}, "Newest first"), sortable(columns, ordered(columns, anomalies.newest), "Anomalies")] : null);
 }
 
 const VIEWS = {
-  "/": { title: "Overview", sections: [{ id: "overview", title: "Runs", needs: ["overview"], draw: overviewSection }] },
+  "/": { title: "Overview", sections: [
+    { id: "choice", title: "Runs", needs: [], draw: overviewControls }, { id: "overview", title: null, needs: ["overview"], draw: overviewSection }] },
   "/run": { title: "Run", sections: [of("result"), of("curves"), { id: "glance", title: "All hosts at a glance", needs: ["round"], draw: glanceSection, single: true }, of("frontier"), of("seeds"), of("rewards"), of("ppo"), of("settings")] },
   "/host": { title: "Host", single: true, sections: [
     { id: "place", title: "Host", needs: ["host"], draw: hostHeading }, { id: "timeline", title: "Growth, step by step", needs: ["host"], draw: hostTimeline }, { id: "steps", title: "All steps", needs: ["host"], draw: hostSteps }] },

@@ -4,6 +4,7 @@
     python scripts/torture.py signals --tries 500     signals at random instants of a run
     python scripts/torture.py inputs --tries 10000    damaged files, read by every command that reads them
     python scripts/torture.py settings --tries 300    wild settings and command lines
+    python scripts/torture.py values --tries 300      NaN, infinity and huge numbers in what one host trains with
     python scripts/torture.py soak --minutes 30       memory, open files and sizes of a long run
 
 Every trial has a number, and `--only NUMBER` repeats it; with the commit and the seed it is the same again. Commands
@@ -686,11 +687,144 @@ def main_settings(given: Settings) -> Iterator[str]:
         print(f"{given.tries} settings; slowest {slowest}", flush=True)
 
 
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(Trials):
+    """Put NaN, infinity and huge numbers into what a host trains with; the other hosts must not notice."""
+
+    tries: int = 300
+    executors: tuple[str, ...] = ("streamed", "native")
+
+
+_HOSTS, _STEPS, _STRANGE = 4, 12, (float("nan"), float("inf"), -float("inf"), 1e30, -1e38, 0.0)
+
+
+def _episode(executor: str, step: int, change: Callable[[dict[str, torch.Tensor]], object]) -> list[Any]:
+    """What the steps report of an episode of digits whose state is changed before a step, and its state at the end."""
+    from esper.leyline.tensor_dataclass import named_tensors
+    from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
+    from esper.runs.assembly.clients import baseline_of
+    from esper.runs.assembly.presets import resolve
+
+    sizes = {"num_envs": _HOSTS, "episode_length": _STEPS, "threads": 1, "lifecycle": {"min_training_epochs": 1}}
+    config = resolve({"task": "digits", "executor": executor, "governor": {"snapshot_every": 2}} | sizes)
+    device, reports = device_of(config), list[Any]()
+    engine = engine_of(config, dataset_of(config, device), device, on_step=reports.append)
+    client = baseline_of("heuristic", config, engine.spec)
+    engine.reset(client, episode=0)
+    for t in range(_STEPS):
+        if t == step:
+            state, own = engine.state_dict(), client.state_dict()
+            change(state)
+            engine.load_state_dict(state, client)
+            client.load_state_dict(own)
+        engine.step(client)
+    engine.end_episode()
+    engine.outcome()
+    panics = torch.tensor([[int(reason) for reason in report.panic_reason] for report in reports]).T
+    found = [x for report in reports for x in vars(report).values() if getattr(x, "shape", ())[:1] == (_HOSTS,)]
+    weights = [x for name, x in engine.state_dict().items() if name.startswith("executor.population")]
+    control = [x for _, x in named_tensors(engine.state) if x.shape[:1] == (_HOSTS,)]
+    return [panics, *(torch.tensor(x) for x in found), *(x.reshape(_HOSTS, -1) for x in weights), *control]
+
+
+def _put(draw: random.Random, host: int, said: list[str], state: dict[str, torch.Tensor]) -> None:
+    """Put a strange number into some weights, moments or buffers of a host; `said` gets what, and where."""
+    name = draw.choice([name for name, x in state.items() if name.startswith("executor.population.") and x.numel()])
+    value, share = draw.choice(_STRANGE), draw.choice((1e-4, 0.1, 1.0))
+    row = state[name].view(_HOSTS, -1)[host]
+    row[torch.rand(row.shape, generator=torch.Generator().manual_seed(draw.randrange(2**31))) < share] = value
+    row[draw.randrange(len(row))] = value
+    said += [name.removeprefix("executor.population."), str(value)]
+
+
+def main_values(given: Values) -> Iterator[str]:
+    """A line for each fault found."""
+    tried = Counter[str]()
+    want = {executor: _episode(executor, -1, lambda _: None) for executor in given.executors}
+    for number in range(1, given.tries + 1):
+        draw = random.Random(f"{given.seed} {number}")
+        executor, host, step = draw.choice(given.executors), draw.randrange(_HOSTS), draw.randrange(1, _STEPS)
+        if given.is_left_out(number):
+            continue
+        said = list[str]()
+        place = f"{number}: {executor}, host {host}, step {step}"
+        try:
+            found = _episode(executor, step, partial(_put, draw, host, said))
+        except Exception as error:
+            yield f"{place}, {said}: {error!r}"
+            continue
+        tried[said[0]] += 1
+        others = [i for i in range(_HOSTS) if i != host]
+        pairs = enumerate(zip(found, want[executor], strict=True))
+        differ = [i for i, (a, b) in pairs if not torch.equal(a[others].nan_to_num(12.3), b[others].nan_to_num(12.3))]
+        if differ:
+            yield f"{place}, {said}: other hosts differ in {differ[:9]}"
+        if said[0] == "host.params" and said[1] in ("nan", "inf", "-inf") and not found[0][host].any():
+            yield f"{place}, {said}: nothing was reported"
+    print(f"{sum(tried.values())} values {dict(tried)}", flush=True)
+
+
+# Soak -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak(Trials):
+    """Look at the memory, the open files and the sizes of a long run."""
+
+    minutes: float = 30.0
+    task: str = "null"
+
+
+def _looked_at(pid: int, run: Path) -> dict[str, float]:
+    """What a run has and has written, as it is now."""
+    status = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    sizes = Counter[str]()
+    for path in run.rglob("*"):
+        with contextlib.suppress(OSError):  # a checkpoint that is removed now
+            sizes[path.relative_to(run).parts[0]] += path.lstat().st_size if path.is_file() else 0
+    return {
+        "MB of memory": int(status["VmRSS"].split()[0]) / 1024,
+        "open files": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(status["Threads"]),
+        "MB of checkpoints": sizes["checkpoints"] / 1e6,
+        "rounds": sum(1 for _ in (run / "metrics.jsonl").open("rb")),
+        "kB of metrics a round": sizes["metrics.jsonl"] / 1e3,
+        "kB of events a round": sizes["events.jsonl"] / 1e3,
+        "kB of record a round": sizes["record"] / 1e3,
+    }
+
+
+def main_soak(given: Soak) -> Iterator[str]:
+    """A line for each figure that is more than 5 % higher in the last quarter of the time than in the second one."""
+    with TemporaryDirectory() as place:
+        home, looks = Path(place), list[dict[str, float]]()
+        run, ends = home / "run", time.monotonic() + 60 * given.minutes
+        job = Job(train(given.task, run, 10**6), home / "log")
+        while time.monotonic() < ends:
+            time.sleep(60 * given.minutes / 200)
+            if (run / "metrics.jsonl").exists():
+                looks.append(_looked_at(job.pid, run))
+        os.kill(job.pid, signal.SIGINT)
+        ended = job.ended(60 * given.minutes + LONGEST)
+        if ended.code != 130 or ended.fault:
+            yield f"{ended.fault or ended.code}\n{ended.text[-1500:]}"
+        quarter = len(looks) // 4
+        for name in looks[0]:
+            figures = [look[name] / (look["rounds"] if "a round" in name else 1) for look in looks]
+            second, last = (sorted(part)[quarter // 2] for part in (figures[quarter : 2 * quarter], figures[-quarter:]))
+            print(f"{name}: {second:.1f}, later {last:.1f}", flush=True)
+            if name != "rounds" and last > 1.05 * second:
+                yield f"{name} grows from {second:.2f} to {last:.2f}"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 MODES = {"files": (Files, main_files), "signals": (Signals, main_signals), "inputs": (Inputs, main_inputs),
-         "settings": (Settings, main_settings)}  # fmt: skip
+         "settings": (Settings, main_settings), "values": (Values, main_values), "soak": (Soak, main_soak)}  # fmt: skip
 
 
 def main(mode: str, arguments: list[str]) -> int:

@@ -77,7 +77,14 @@ def test_numbers_are_the_same_in_every_form(given, expected):
     assert result(executor="native", **given) == expected
 
 
+def nan_once_trained(outputs: Tensor, y: Tensor) -> Tensor:
+    """A loss that is NaN as soon as an output is large."""
+    loss = nn.functional.cross_entropy(outputs, y, reduction="none")
+    return loss * torch.where(outputs.detach().abs().max() > 1.2, NAN, 1.0)
+
+
 WORKS = {
+    "a loss that becomes NaN": {"loss": nan_once_trained, "blind_loss": 1.1},
     "one class in training": {"train": (X, torch.zeros(64, dtype=torch.int64))},
     "constant inputs": of(torch.ones_like),
     "inputs of zeros": of(torch.zeros_like),
@@ -126,6 +133,15 @@ REFUSED = {
     "a batch of one": ({"batch": 1}, "a batch of one example, and normalization .* needs two: give a larger batch"),
     "a batch of none": ({"batch": 0}, "batch is 0; it must be at least 1"),
     "no step": ({"episode_length": 0}, "episode_length is 0"),
+    "a loss that is NaN": (
+        {"loss": lambda outputs, y: outputs[:, 0] * NAN},
+        "the blind loss is nan; it must be finite",
+    ),
+    "a loss of the batch": ({"loss": nn.CrossEntropyLoss()}, r"expected one number per example, .*reduction='none'"),
+    "a loss without gradient": (
+        {"loss": lambda outputs, y: outputs.detach()[:, 0] ** 2},
+        "has no gradient; compute it from the outputs without detach",
+    ),
     "a learning rate of NaN": ({"lr": NAN}, "lr is nan"),
 }
 

@@ -511,5 +511,5 @@ def test_a_module_that_converts_to_float32_is_compared_in_double_precision():
     assert disagreement(GateNetwork(64, causal=True), torch.randn(1, 64, 64)) is None
     assert disagreement(Narrow(lambda x: x.float()), torch.randn(9, WIDTH)) is None
     assert disagreement(Narrow(lambda x: x.float()), torch.arange(9 * WIDTH).view(9, WIDTH)) is None
-    with pytest.raises(NoRuleError, match="a conversion to torch.float16"):
+    with pytest.raises(NoRuleError, match=r"a conversion to torch\.float16"):
         disagreement(Narrow(lambda x: x.half().float()), torch.randn(9, WIDTH))

@@ -143,7 +143,7 @@ def test_the_statistics_that_are_saved_are_used():
         other.load_state_dict(tree, heir)
         heir.load_state_dict(policy)
         other.step(heir)
-        return heir.buffer.slabs.values[:, AT].clone(), heir.hidden.h.clone()
+        return heir.buffer.rollout.values[:, AT].clone(), heir.hidden.h.clone()
 
     value, hidden = features(policy)
     for name in ("observations.host.mean", "rollout.h", "rollout.c"):

@@ -9,7 +9,7 @@ numbers are drawn before, so one compiled graph serves a run.
 Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -146,10 +146,10 @@ class PolicyStep(nn.Module):
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
     """Memory of the rollout of one host: the buffer, the copy that an update works on, and its share of activations."""
     shape = (1, steps, feature_dim(num_slots), num_slots, num_slots * config.hidden_width, config.num_layers)
-    slabs = TamiyoRolloutBuffer(*shape, device="meta", gae_lambda=config.gae_lambda).slabs
+    rollout = TamiyoRolloutBuffer(*shape, device="meta", gae_lambda=config.gae_lambda).rollout
     per_slot = 4 * (_KEPT_OF_LAYER * config.hidden_width * (config.num_layers + 1) + 4 * config.feature_width)
     update = steps * num_slots * per_slot // config.num_minibatches
-    return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs)) + update
+    return 2 * sum(field.nbytes for _, field in named_tensors(rollout)) + update
 
 
 _KEPT_OF_LAYER = 16
@@ -170,31 +170,12 @@ def policy_bytes(num_slots: int, config: PPOConfig) -> int:
 
 
 class _WithReward:
-    """The reward of a client: every call goes to `reward`."""
+    """The reward of a client, whose methods are those of `reward`."""
 
     def __init__(self, reward: RewardProtocol[Any]) -> None:
-        self.reward = reward
-
-    @property
-    def terms(self) -> Sequence[str]:
-        """Names of the columns of a breakdown."""
-        return self.reward.terms
-
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
-        """The state of the reward at the start of an episode."""
-        return self.reward.initial_state(n, slots, steps, device)
-
-    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
-        """Reward one step."""
-        return self.reward.step(inputs, state)
-
-    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
-        """[N]: reward of the last row of a host that is rolled back now."""
-        return self.reward.rollback_reward(state)
-
-    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
-        """The state of the reward for hosts that are rolled back."""
-        return self.reward.reset_hosts(state, mask)
+        self.reward, self.terms = reward, reward.terms
+        self.initial_state, self.reset_hosts = reward.initial_state, reward.reset_hosts
+        self.rollback_reward = reward.rollback_reward
 
 
 @final
@@ -264,7 +245,6 @@ class SimicClient(_WithReward):
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Empty the buffer, zero the recurrent state, draw all random numbers of the episode."""
         self._buffer.reset()
-        self._columns = 0  # written so far
         self._rolled_back_TN.zero_()
         self._carried = self.initial_hidden(self.spec.num_envs)
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
@@ -305,17 +285,17 @@ class SimicClient(_WithReward):
         t, decision = self._decision
         assert t == step.t, "store() takes the step that act() just decided"
         row = Transition(
-            state=step.act.features,
-            raw_state=step.act.raw_features,
+            states=step.act.features,
+            raw_states=step.act.raw_features,
             actions=step.act.actions,
-            log_prob=step.act.log_prob,
-            value=step.act.value,
+            log_probs=step.act.log_prob,
+            values=step.act.value,
             blueprint_index=decision.blueprint_index,
             legal=step.obs.legal,
             has_gate=step.obs.has_gate,
             effective_op=step.effective_op,
-            reward=step.reward,
-            bootstrap_value=step.bootstrap_value,
+            rewards=step.reward,
+            bootstrap_values=step.bootstrap_value,
             terminal=step.terminal,
             truncated=step.truncated,
             valid=step.valid,
@@ -323,7 +303,6 @@ class SimicClient(_WithReward):
             forced=decision.forced,
         )
         self._buffer.put(step.t - 1, row)
-        self._columns = step.t
         self._reset_N = ~step.valid
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
@@ -332,9 +311,9 @@ class SimicClient(_WithReward):
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host gets `reward` instead, see `buffer`."""
-        if self._columns:
-            self._rolled_back_TN[self._columns - 1].copy_(mask)
-            self._rollback_reward_TN[self._columns - 1].copy_(reward)
+        if last := self._buffer.num_steps:
+            self._rolled_back_TN[last - 1].copy_(mask)
+            self._rollback_reward_TN[last - 1].copy_(reward)
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
@@ -372,7 +351,7 @@ class SimicClient(_WithReward):
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
-        output, state = super().step(inputs, state)
+        output, state = self.reward.step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
             self._others_N = output.total - self._terminal_N
@@ -415,7 +394,6 @@ class SimicClient(_WithReward):
         if rollout:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
             self._buffer.load_state_dict(below("buffer", rollout))
-            self._columns = self._buffer.num_steps
             self._carried = restored(self._carried, {name: rollout[name] for name in ("h", "c")}, "recurrent state")
             self._reset_N = rollout["reset"].to(self.device).clone()
 
@@ -511,43 +489,11 @@ class ScriptedClient(_WithReward):
 
     def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
         super().__init__(reward)
-        self.policy = policy
-
-    def initial_hidden(self, n: int) -> Hidden:
-        """Zeros, each [L, n, H]."""
-        return self.policy.initial_hidden(n)
-
-    def begin_rollout(self, episode: int, hosts: Tensor) -> None:
-        """Start an episode."""
-        self.policy.begin_rollout(episode, hosts)
-
-    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
-        """Choose the actions of a step."""
-        return self.policy.act(obs, deterministic=deterministic)
-
-    def store(self, step: StoredStep) -> None:
-        """Store one step."""
-        self.policy.store(step)
-
-    def bootstrap(self, obs: Observation) -> Tensor:
-        """Value [N] of the state after the last step."""
-        return self.policy.bootstrap(obs)
-
-    def rollback(self, mask: Tensor, reward: Tensor) -> None:
-        """The policy's answer to a rollback."""
-        self.policy.rollback(mask, reward)
+        self.policy, self.step = policy, reward.step
+        self.initial_hidden, self.begin_rollout = policy.initial_hidden, policy.begin_rollout
+        self.act, self.store, self.bootstrap = policy.act, policy.store, policy.bootstrap
+        self.rollback, self.update = policy.rollback, policy.update
+        self.state_dict, self.load_state_dict = policy.state_dict, policy.load_state_dict
 
     def finish(self, kept: KeptNetwork) -> None:
         """Nothing: a script has no rollout to correct."""
-
-    def update(self) -> Mapping[str, float]:
-        """The policy's metrics."""
-        return self.policy.update()
-
-    def state_dict(self) -> StateTree:
-        """The policy's state."""
-        return self.policy.state_dict()
-
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        self.policy.load_state_dict(state)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as data_replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from esper.kasmina.rules.lifecycle import FossilMemory, OpEffects, TickEffects, 
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import NUM_OPS, Head, SeedStage
 from esper.leyline.messages import ActResult, HostState, KeptNetwork, RewardOutput, SlotState
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorState, GovernorVerdict
@@ -111,15 +110,10 @@ def count_step(
         tally,
         returns=tally.returns + torch.where(valid, reward.total, 0.0),
         last_reward=torch.where(valid, reward.total, tally.last_reward),
-        ops=tally.ops + (valid_N1 & (effective_op[:, None] == _op_numbers(effective_op.device))),
+        ops=tally.ops + (valid_N1 & (effective_op[:, None] == numbers(NUM_OPS, effective_op.device))),
         refused=tally.refused + (valid & (effective_op != actions[:, Head.OP])),
         flags=tally.flags + (valid_N1 & reward.flags),
     )
-
-
-@lru_cache(maxsize=16)
-def _op_numbers(device: torch.device) -> Tensor:
-    return torch.arange(NUM_OPS, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.state import Decision, ParallelEnvState, count_rollback, count_step, step_outputs
+from esper.tolaria.state import Decision, ParallelEnvState, Stacks, count_rollback, count_step, step_outputs
 
 
 @tensor_dataclass
@@ -208,7 +208,7 @@ def end_step(
     *,
     costs: SeedCosts,
     config: EngineConfig,
-) -> tuple[ParallelEnvState, tuple[Tensor, ...]]:
+) -> tuple[ParallelEnvState, Stacks]:
     """Count the step, stop hosts that cannot pay another one, choose the snapshots, gather the outputs for the host.
 
     A snapshot is of a whole host; `keep` adds new fossils of hosts with strikes to the older snapshot alone.

@@ -125,7 +125,7 @@ class TamiyoRolloutBuffer:
         if not 0 <= t < self.max_steps:
             raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
         for name, values in vars(row).items():
-            getattr(self.rollout, name)[:, t].copy_(values)
+            getattr(self.rollout, name).select(1, t).copy_(values)
         self.num_steps = t + 1
 
     @torch.no_grad()

@@ -138,7 +138,6 @@ class ExploreThenCommit:
 STATIC = "static_final"
 
 
-@final
 class WaitOnly:
     """Always waits."""
 

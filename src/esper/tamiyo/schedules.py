@@ -188,6 +188,7 @@ class FixedSchedules:
 
     def __init__(self, table: ScheduleTable, which: Int[Tensor, " N"] | None = None) -> None:
         self.table, self._which = table, which
+        self.decide, self.remember = table.decide, table.remember
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
         """All rows remain."""
@@ -195,14 +196,6 @@ class FixedSchedules:
         which = torch.zeros_like(hosts) if self._which is None else self._which
         assert which.shape == hosts.shape, "one schedule per host"
         return self.table.begin(which)
-
-    def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
-        """The first row that can be executed."""
-        return self.table.decide(obs, memory)
-
-    def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
-        """Remove the entry that was executed."""
-        return self.table.remember(memory, step)
 
 
 Feature = Callable[[Observation], Tensor]

@@ -345,6 +345,8 @@ class NetworkExecutor(ABC):
 
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
+        self.reset, self.apply_structure = data.reset, data.apply_structure
+        self.state_dict, self.load_state_dict = data.state_dict, data.load_state_dict
         self.host_params = self.population.host_params
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
@@ -357,21 +359,6 @@ class NetworkExecutor(ABC):
     def working_bytes(self) -> int:
         """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""
         return 0
-
-    @final
-    def reset(self, episode: int) -> None:
-        """N fresh hosts with empty slots."""
-        self.data.reset(episode)
-
-    @final
-    def state_dict(self) -> StateTree:
-        """The hosts."""
-        return self.data.state_dict()
-
-    @final
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore the result of `state_dict`."""
-        self.data.load_state_dict(state)
 
     @abstractmethod
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
@@ -407,11 +394,6 @@ class NetworkExecutor(ABC):
         """Each host with its fossilized seeds alone."""
         sums = self.sum_scores(self.data.evaluation(split), slots.alpha, self.data.committed_sets(), 1)
         return measured(self.data.objective, sums)
-
-    @final
-    def apply_structure(self, structure: Structure) -> None:
-        """Restore, clear, draw and snapshot rows as the lifecycle decided."""
-        self.data.apply_structure(structure)
 
 
 def train_pass(objective: Objective, total: Scores, gradients: GradientStatistics) -> TrainPass:

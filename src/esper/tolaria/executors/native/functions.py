@@ -17,8 +17,6 @@ from esper.tolaria.executors.native.rules import (
     axes_of,
     broadcast,
     cat,
-    mul,
-    slice_,
     squeeze,
     total,
 )
@@ -137,13 +135,6 @@ def power(low: Lowering, x: Any, exponent: float) -> Value:
         return power(low, power(low, x, 2), 2)
     sign = math.nan if exponent % 1 else -1.0 if exponent % 2 else 1.0
     return activate(low, x, Function.POWER, float(exponent), sign)
-
-
-@rule("glu.default")
-def glu(low: Lowering, x: Any, dim: int = -1) -> Value:
-    dim = dim % len(x.shape)
-    half = x.shape[dim] // 2
-    return mul(low, slice_(low, x, dim, 0, half), activate(low, slice_(low, x, dim, half, 2 * half), Function.SIGMOID))
 
 
 @rule("prelu.default")

@@ -46,12 +46,13 @@ _COMPOSED: Final = (
     aten.chunk.default, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand_as.default,
     aten.relu6.default, aten.relu6_.default, aten.selu.default, aten.selu_.default, aten.softmax.int,
     aten.log_softmax.int, aten.var.dim, aten.std.dim, aten.var_mean.dim, aten.native_channel_shuffle.default,
+    aten.tensor_split.sections,
 )  # fmt: skip
 _WRITTEN_OUT: Final[dict[Any, Callable[..., Any]]] = {
     **{operation: operation.decompose for operation in _COMPOSED},
     **get_decompositions([
         aten.rsub, aten.clamp_min, aten.clamp_min_, aten.clamp_max, aten.clamp_max_, aten.norm, aten.pixel_shuffle,
-        aten.pixel_unshuffle, aten.channel_shuffle,
+        aten.pixel_unshuffle, aten.channel_shuffle, aten.glu, aten.tril, aten.triu,
     ]),
 }  # fmt: skip
 """Operations that PyTorch itself traces as others, which have rules."""

@@ -123,9 +123,9 @@ def _copy_weights(net: nn.Module, population: Population, grown: list[Grown], n:
         kinds = [("seed", population.seeds, population.seed_kinds[g.channels, registry.names().index(g.blueprint)])]
         if g.blend == "GATE":
             kinds.append(("gate", population.gates, population.gate_kinds[g.channels]))
-        for part, slab, kind in kinds:
+        for part, flat, kind in kinds:
             layout = kind.template.parameters
-            for name, value in layout.unpack(slab.params[row, : layout.total]).items():
+            for name, value in layout.unpack(flat.params[row, : layout.total]).items():
                 found[f"seeds.{g.slot}.{part}.{name}"] = value
     own = dict(net.named_parameters())
     assert own.keys() == found.keys(), sorted(own.keys() ^ found.keys())

@@ -30,6 +30,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import hindsight
 from esper.leyline.errors import EsperError
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import device_of, engine_of
@@ -180,11 +181,11 @@ def oracle(config: RunConfig, hosts: int) -> Score:
     """100·J of the best schedule of each evaluation host, by formula."""
     script, rules = script_of(config), config.lifecycle
     size = (config.episode_length, rules.min_training_epochs, len(config.slots))
-    best = null.best_of_host(
+    best = hindsight.best_of_host(
         script, config.seed + SEED_OFFSET, torch.arange(hosts), episode=0, min_health=rules.g2_health
     )
     seeds = len(null.best_schedule(*size)) // 2  # a GERMINATE and a FOSSILIZE each
-    accuracy = np.array([null.best_schedule_value(*size, quality) for quality in best.quality.tolist()])
+    accuracy = np.array([hindsight.best_schedule_value(*size, quality) for quality in best.quality.tolist()])
     fossils = seeds * null.params(script, best.blueprint, torch.zeros(hosts, dtype=torch.bool)).numpy()
     host, alone = np.full(hosts, script.host_params), np.ones(hosts)  # without a price of compute
     return interval((100.0 * objective_value(accuracy, fossils, host, alone, config.reward)).tolist())

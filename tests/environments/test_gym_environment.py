@@ -69,7 +69,7 @@ def learned_from(of, reward, episode=0, **settings):
     client = learner_of(config, engine.spec)
     engine.reset(client, episode)
     engine.rollout(client)
-    return client.buffer.slabs
+    return client.buffer.rollout
 
 
 FAULTS = ((0, 1, NAN), (1, 5, NAN), (2, 6, NAN), (2, 7, NAN), (3, E, NAN), (3, 2, NAN))

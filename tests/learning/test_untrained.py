@@ -17,6 +17,6 @@ def test_the_untrained_policy_lets_seeds_live_long_enough_to_be_fossilized():
     client = learner_of(config, engine.spec)
     engine.reset(client, episode=0)
     engine.rollout(client)
-    ops = client.buffer.slabs.actions[..., Head.OP]
+    ops = client.buffer.rollout.actions[..., Head.OP]
     assert (ops == LifecycleOp.FOSSILIZE).sum() >= HOSTS // 16
     assert (engine.state.hosts.n_fossilized > 0).float().mean() > 0.05

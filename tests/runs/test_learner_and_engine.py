@@ -57,44 +57,44 @@ def played(chosen: RunConfig, *, rounds: int = 1) -> tuple[VectorizedEngine, Sim
 def test_what_is_stored_at_the_time_limit_is_the_value_of_the_state_after_the_last_tick():
     chosen = config(num_envs=6, time_limit="truncate")
     engine, client = played(chosen, rounds=2)
-    slabs = client.buffer.slabs
-    assert slabs.truncated.nonzero().tolist() == [[n, E - 1] for n in range(6)]
+    stored = client.buffer.rollout
+    assert stored.truncated.nonzero().tolist() == [[n, E - 1] for n in range(6)]
     now = legal_ops(engine.state.slots, engine.config.lifecycle)
     after = observation(engine.state, now, E, engine.config)
     want = compute_batched_bootstrap(client.agent, after, client.hidden)
-    assert torch.equal(slabs.bootstrap_values[:, -1], want)
-    assert not slabs.bootstrap_values[:, :-1].any()
+    assert torch.equal(stored.bootstrap_values[:, -1], want)
+    assert not stored.bootstrap_values[:, :-1].any()
     # neither the state before the last decision nor another recurrent state has this value
     batch = client.buffer.sequences(torch.arange(6))
     raw_before = client.agent.network.step(batch.states[:, -1], batch.blueprint_index[:, -1], client.hidden)
     forgetful = compute_batched_bootstrap(client.agent, after, client.initial_hidden(6))
-    for other in (slabs.values[:, -1], raw_before.value.detach(), forgetful, want.flip(0)):
+    for other in (stored.values[:, -1], raw_before.value.detach(), forgetful, want.flip(0)):
         assert not torch.allclose(want, other, atol=1e-6)
 
 
 def test_an_episode_that_truly_ends_stores_no_value_of_a_state_after_it():
     _, client = played(config(time_limit="terminate"), rounds=2)
-    slabs = client.buffer.slabs
-    assert slabs.terminal.nonzero().tolist() == [[n, E - 1] for n in range(3)]
-    assert not slabs.truncated.any()
-    assert not slabs.bootstrap_values.any()
+    stored = client.buffer.rollout
+    assert stored.terminal.nonzero().tolist() == [[n, E - 1] for n in range(3)]
+    assert not stored.truncated.any()
+    assert not stored.bootstrap_values.any()
     assert open_ends(client.buffer) == []
     advantages, _ = client.buffer.compute_advantages_and_returns()
-    assert torch.equal(advantages[:, -1], slabs.rewards[:, -1] - slabs.values[:, -1])
+    assert torch.equal(advantages[:, -1], stored.rewards[:, -1] - stored.values[:, -1])
 
 
 @pytest.mark.parametrize("time_limit", ["truncate", "terminate"])
 def test_a_rollback_in_the_last_step_makes_the_row_before_the_end_and_one_before_ends_nothing(time_limit):
     _, client = played(config("late_fault", time_limit=time_limit))
-    slabs = client.buffer.slabs
-    ends = {"truncate": slabs.truncated, "terminate": slabs.terminal}[time_limit]
-    assert (~slabs.valid).nonzero().tolist() == [[1, 2], [2, E - 1]]
-    assert slabs.terminal.nonzero().tolist() == sorted(
+    stored = client.buffer.rollout
+    ends = {"truncate": stored.truncated, "terminate": stored.terminal}[time_limit]
+    assert (~stored.valid).nonzero().tolist() == [[1, 2], [2, E - 1]]
+    assert stored.terminal.nonzero().tolist() == sorted(
         [[2, E - 2], *([[0, E - 1], [1, E - 1]] if time_limit == "terminate" else [])]
     )
     assert ends[:, -1].tolist() == [True, True, False]
-    assert slabs.reset.nonzero().tolist() == [[1, 3]]
-    assert (slabs.bootstrap_values[:, -1] != 0).tolist() == [time_limit == "truncate"] * 2 + [False]
+    assert stored.reset.nonzero().tolist() == [[1, 3]]
+    assert (stored.bootstrap_values[:, -1] != 0).tolist() == [time_limit == "truncate"] * 2 + [False]
     assert open_ends(client.buffer) == []
 
 
@@ -115,9 +115,9 @@ def test_the_update_sees_the_decisions_of_the_rollout_whatever_statistics_they_w
 def test_a_loss_that_is_no_number_reaches_neither_reward_nor_learner_under_any_mode(mode):
     chosen = config("broken_losses", num_envs=4, reward={"mode": mode}, compile="off")
     engine, client = played(chosen)
-    assert (~client.buffer.slabs.valid).nonzero().tolist() == [[n, t] for n in range(3) for t in (0, 3, 4)]
+    assert (~client.buffer.rollout.valid).nonzero().tolist() == [[n, t] for n in range(3) for t in (0, 3, 4)]
     for name in ("states", "raw_states", "values", "rewards", "log_probs", "bootstrap_values"):
-        assert getattr(client.buffer.slabs, name).isfinite().all(), name
+        assert getattr(client.buffer.rollout, name).isfinite().all(), name
     assert np.isfinite(engine.rollout(client).returns).all()
     metrics = client.update()
     assert metrics["nonfinite_minibatches"] == 0
@@ -134,7 +134,7 @@ ROUNDED = ("values", "log_probs", "bootstrap_values")
 
 def assert_rows_equal(found: SimicClient, want: SimicClient, found_rows: list[int], want_rows: list[int]) -> None:
     for name in (*EXACT, *ROUNDED):
-        mine, theirs = (getattr(client.buffer.slabs, name) for client in (found, want))
+        mine, theirs = (getattr(client.buffer.rollout, name) for client in (found, want))
         atol = 0.0 if name in EXACT else 1e-6
         torch.testing.assert_close(mine[found_rows], theirs[want_rows], atol=atol, rtol=0, msg=name)
 
@@ -142,7 +142,7 @@ def assert_rows_equal(found: SimicClient, want: SimicClient, found_rows: list[in
 def test_hosts_together_are_as_many_runs_of_one_host():
     whole = config(num_envs=4)
     _, together = played(whole)
-    assert together.buffer.slabs.effective_op.unique().numel() > 2
+    assert together.buffer.rollout.effective_op.unique().numel() > 2
     for n in range(4):
         engine = engine_of(whole, None, CPU, engine_config=replace(whole.engine(), num_envs=1, host_offset=n))
         alone = learner_of(whole, engine.spec)

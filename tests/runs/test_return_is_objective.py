@@ -81,22 +81,22 @@ def finished(budget):
 
 def test_the_discounted_return_of_the_learner_is_the_objective_for_every_pattern_of_rollbacks(finished, budget):
     buffer, worth, kept = finished
-    slabs = buffer.slabs
-    fossilized = slabs.effective_op == LifecycleOp.FOSSILIZE
+    stored = buffer.rollout
+    fossilized = stored.effective_op == LifecycleOp.FOSSILIZE
     if budget is None:
-        assert (~slabs.valid).tolist() == PATTERNS
+        assert (~stored.valid).tolist() == PATTERNS
         assert fossilized[:, -1].any()
     else:
-        assert not slabs.valid[:, -2:].any()
-        assert torch.equal(~slabs.valid[:, :5], torch.tensor(PATTERNS)[:, :5])
+        assert not stored.valid[:, -2:].any()
+        assert torch.equal(~stored.valid[:, :5], torch.tensor(PATTERNS)[:, :5])
         assert (kept.compute <= budget).all()
         assert (kept.compute > budget - 1.5 / E).all()
     assert len(kept.compute.unique()) > 5
-    assert (kept.fossil_params > 0)[~slabs.valid[:, -1]].any()
-    accumulated = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
-    scale = masked_moments(accumulated, slabs.valid).var.sqrt()
+    assert (kept.fossil_params > 0)[~stored.valid[:, -1]].any()
+    accumulated = discounted_returns(stored.rewards, stored.terminal, stored.truncated, stored.valid, GAMMA)
+    scale = masked_moments(accumulated, stored.valid).var.sqrt()
     discount = GAMMA ** torch.arange(E, dtype=torch.float64)
-    learned = (scale_rewards(slabs.rewards, scale).double() * discount).sum(1) * scale
+    learned = (scale_rewards(stored.rewards, scale).double() * discount).sum(1) * scale
     torch.testing.assert_close(learned, GAMMA ** (E - 1) * worth, atol=2e-6, rtol=0)
     apart = worth[:, None] - worth
     assert ((learned[:, None] - learned).sign() == apart.sign())[apart.abs() > 1e-5].all()
@@ -106,29 +106,29 @@ def test_every_decision_is_credited_with_the_end_across_all_rollbacks_after_it(f
     # without a critic and with an unbroken trace the advantage is what is still to come: gamma^(E - t) * J - Phi_{t-1};
     # after a rollback Phi_{t-1} is that of the last valid row, whose step is k earlier, divided by gamma^(k - 1)
     buffer, worth, _ = finished
-    slabs, none = buffer.slabs, torch.zeros_like(buffer.slabs.values)
-    found = compute_gae(slabs.rewards, none, none, slabs.terminal, slabs.truncated, slabs.valid, GAMMA, 1.0)
+    stored, none = buffer.rollout, torch.zeros_like(buffer.rollout.values)
+    found = compute_gae(stored.rewards, none, none, stored.terminal, stored.truncated, stored.valid, GAMMA, 1.0)
     carried, want = torch.zeros(len(PATTERNS), dtype=torch.float64), []
     for t in range(E):
         want.append(worth * GAMMA ** (E - 1 - t) - carried)
-        carried = torch.where(slabs.valid[:, t], (slabs.rewards[:, t] + carried) / GAMMA, carried / GAMMA)
-    torch.testing.assert_close(found.double(), torch.stack(want, 1) * slabs.valid, atol=2e-6, rtol=0)
+        carried = torch.where(stored.valid[:, t], (stored.rewards[:, t] + carried) / GAMMA, carried / GAMMA)
+    torch.testing.assert_close(found.double(), torch.stack(want, 1) * stored.valid, atol=2e-6, rtol=0)
 
 
 def test_no_reward_around_a_rollback_is_larger_than_what_changed(finished, budget):
     # accuracies are between 0 and 40 points; the first valid row is paid its whole potential, the others differences
-    slabs = finished[0].slabs
-    later = slabs.valid & (slabs.valid.cumsum(1) > 1)
-    around = later & ~(slabs.valid.roll(1, 1) & slabs.valid.roll(-1, 1))
+    stored = finished[0].rollout
+    later = stored.valid & (stored.valid.cumsum(1) > 1)
+    around = later & ~(stored.valid.roll(1, 1) & stored.valid.roll(-1, 1))
     assert around.sum() > 400
-    assert slabs.rewards[around].abs().max() < 0.3
+    assert stored.rewards[around].abs().max() < 0.3
     # the row before a stop is paid the end of the episode
-    assert (slabs.rewards[around].std() / slabs.rewards[later & ~around].std()).item() < (2.5 if budget else 2.0)
+    assert (stored.rewards[around].std() / stored.rewards[later & ~around].std()).item() < (2.5 if budget else 2.0)
 
 
 def test_an_episode_has_one_end_and_as_many_fresh_recurrent_states_as_rollbacks(finished):
-    slabs = finished[0].slabs
-    ends = [row.nonzero().max().item() for row in slabs.valid]
-    assert slabs.terminal.nonzero().tolist() == [[n, end] for n, end in enumerate(ends)]
-    assert torch.equal(slabs.reset[:, 1:], ~slabs.valid[:, :-1])
+    stored = finished[0].rollout
+    ends = [row.nonzero().max().item() for row in stored.valid]
+    assert stored.terminal.nonzero().tolist() == [[n, end] for n, end in enumerate(ends)]
+    assert torch.equal(stored.reset[:, 1:], ~stored.valid[:, :-1])
     assert open_ends(finished[0]) == []

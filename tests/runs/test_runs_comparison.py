@@ -26,8 +26,8 @@ from esper.runs.training import best_host
 from esper.runs.training.checkpoint import BEST, checkpoints, load
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.null import best_schedule_value
 from esper.tasks.registry import register_task, registered
+from hindsight import best_schedule_value
 from small_runs import contents, main, without_times
 
 CPU = torch.device("cpu")

@@ -28,8 +28,9 @@ from esper.runs.evaluation.search import (
 )
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import Plan
-from esper.tasks.null import NullSpec, best_schedule_value
+from esper.tasks.null import NullSpec
 from esper.tasks.registry import register_task, task_by_name
+from hindsight import best_schedule_value
 from small_runs import main
 
 SHORT = replace(task_by_name("null"), name="short_null", episode_length=14, min_training_epochs=1)

@@ -56,22 +56,22 @@ def test_actions_of_a_host_do_not_depend_on_the_others(make_client, make_engine)
         alone = make_client([host])
         make_engine([host]).run(alone, 4, {t: [0] for t, who in panics.items() if n in who})
         for name in ("actions", "valid", "reset", "terminal", "truncated", "rewards"):
-            assert torch.equal(getattr(alone.buffer.slabs, name)[0], getattr(together.buffer.slabs, name)[n]), name
-        torch.testing.assert_close(alone.buffer.slabs.values[0], together.buffer.slabs.values[n], atol=1e-6, rtol=0)
-        torch.testing.assert_close(alone.buffer.slabs.log_probs[0], together.buffer.slabs.log_probs[n])
+            assert torch.equal(getattr(alone.buffer.rollout, name)[0], getattr(together.buffer.rollout, name)[n]), name
+        torch.testing.assert_close(alone.buffer.rollout.values[0], together.buffer.rollout.values[n], atol=1e-6, rtol=0)
+        torch.testing.assert_close(alone.buffer.rollout.log_probs[0], together.buffer.rollout.log_probs[n])
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
 def test_a_rollback_marks_the_row_before_it_and_resets_the_row_after_it(make_client, make_engine, step):
     client = make_client(HOSTS)
     make_engine(HOSTS).run(client, 0, {step: [2]})
-    slabs, row = client.buffer.slabs, step - 1
-    assert (~slabs.valid).nonzero().tolist() == [[2, row]]
-    assert slabs.reset.nonzero().tolist() == ([[2, row + 1]] if step < 6 else [])
-    assert slabs.terminal.nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
-    assert (slabs.rewards == -10).nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
-    assert slabs.truncated.nonzero().tolist() == [[n, 5] for n in HOSTS if step < 6 or n != 2]
-    assert bool((slabs.bootstrap_values[:, 5] != 0).sum() == slabs.truncated.sum())
+    stored, row = client.buffer.rollout, step - 1
+    assert (~stored.valid).nonzero().tolist() == [[2, row]]
+    assert stored.reset.nonzero().tolist() == ([[2, row + 1]] if step < 6 else [])
+    assert stored.terminal.nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
+    assert (stored.rewards == -10).nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
+    assert stored.truncated.nonzero().tolist() == [[n, 5] for n in HOSTS if step < 6 or n != 2]
+    assert bool((stored.bootstrap_values[:, 5] != 0).sum() == stored.truncated.sum())
     assert open_ends(client.buffer) == []
 
 
@@ -89,10 +89,10 @@ def test_an_episode_reward_needs_a_terminal_term(make_client):
 def test_two_rollbacks_in_a_row_pay_one_penalty(make_client, make_engine):
     client = make_client(HOSTS)
     make_engine(HOSTS).run(client, 0, {3: [1], 4: [1]})
-    slabs = client.buffer.slabs
-    assert (~slabs.valid).nonzero().tolist() == [[1, 2], [1, 3]]
-    assert slabs.terminal.nonzero().tolist() == [[1, 1]]
-    assert slabs.reset.nonzero().tolist() == [[1, 3], [1, 4]]
+    stored = client.buffer.rollout
+    assert (~stored.valid).nonzero().tolist() == [[1, 2], [1, 3]]
+    assert stored.terminal.nonzero().tolist() == [[1, 1]]
+    assert stored.reset.nonzero().tolist() == [[1, 3], [1, 4]]
     assert open_ends(client.buffer) == []
 
 
@@ -136,9 +136,9 @@ def test_every_row_of_a_rollout_is_normalized_by_the_same_statistics(make_client
     played(client, make_engine, 1)
     frozen = client.agent.observations.state_dict()
     make_engine(HOSTS).run(client, 1, {2: [1], 4: [0]})
-    slabs = client.buffer.slabs
-    want = normalized(slabs.raw_states, client.agent.observations.of_slots(2))
-    assert torch.equal(slabs.states[slabs.valid], want[slabs.valid])
+    stored = client.buffer.rollout
+    want = normalized(stored.raw_states, client.agent.observations.of_slots(2))
+    assert torch.equal(stored.states[stored.valid], want[stored.valid])
     assert all(torch.equal(value, frozen[name]) for name, value in client.agent.observations.state_dict().items())
     client.update()
     assert not torch.equal(client.agent.observations.host.mean, frozen["host.mean"])
@@ -178,7 +178,7 @@ def test_a_restored_client_goes_on_bit_for_bit(make_client, make_engine):
     other.load_state_dict(state)
     for c in (client, other):
         make_engine(HOSTS).run(c, 2, {2: [0]})
-    assert torch.equal(client.buffer.slabs.actions, other.buffer.slabs.actions)
+    assert torch.equal(client.buffer.rollout.actions, other.buffer.rollout.actions)
     assert str(client.update()) == str(other.update())
     assert torch.equal(weights(client), weights(other))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in client.state_dict().items())
@@ -227,9 +227,9 @@ def test_the_client_learns_the_best_decision_of_the_toy_world(make_client, make_
     client, engine = make_client(hosts, total_updates=25, lr=6e-3), make_engine(hosts)
 
     def share_of_favourites() -> float:
-        slabs = client.buffer.slabs
-        free = ~slabs.forced
-        chosen = (slabs.actions[..., Head.OP] == LifecycleOp.GERMINATE) & (slabs.actions[..., Head.SLOT] == 1)
+        stored = client.buffer.rollout
+        free = ~stored.forced
+        chosen = (stored.actions[..., Head.OP] == LifecycleOp.GERMINATE) & (stored.actions[..., Head.SLOT] == 1)
         return float(chosen[free].float().mean())
 
     engine.run(client, 0)

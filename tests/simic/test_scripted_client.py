@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hindsight
 from esper.leyline.messages import ClientProtocol
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
@@ -62,4 +63,4 @@ def test_the_best_schedule_of_the_null_task_reaches_its_value_in_the_engine(num_
     assert stats.val_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)  # only permanent seeds are active
     assert stats.fossilized.tolist() == [num_slots] * 2
     assert stats.refused.tolist() == [0, 0]
-    assert null.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)
+    assert hindsight.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)

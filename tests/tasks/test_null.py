@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+import hindsight
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import CANONICAL_ACTION, AlphaMode, Head, LifecycleOp, SeedStage
 from esper.tasks import null
@@ -104,8 +105,8 @@ def test_constants_that_cannot_be_are_refused(broken):
 
 def test_the_best_schedule_is_worth_what_was_worked_out():
     # 49.8761 + 6 * (3 - e^{-5.9} - e^{-4.8} - e^{-3.7})
-    assert null.best_schedule_value(60, 10, 3) == pytest.approx(67.6619, abs=5e-5)
-    assert null.best_schedule_value(60, 10, 0) == pytest.approx(49.8761, abs=5e-5)
+    assert hindsight.best_schedule_value(60, 10, 3) == pytest.approx(67.6619, abs=5e-5)
+    assert hindsight.best_schedule_value(60, 10, 0) == pytest.approx(49.8761, abs=5e-5)
 
 
 def test_the_best_schedule_germinates_as_early_as_possible_and_fossilizes_at_the_first_legal_step():
@@ -146,15 +147,15 @@ def test_the_permutation_belongs_to_run_host_and_episode():
 def test_the_best_blueprint_of_a_host_is_the_best_one_that_passes_its_gate():
     hosts = torch.arange(300)
     quality = null.qualities(PERMUTED, 1, hosts, episode=2)
-    healthy = null.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.7)
+    healthy = hindsight.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.7)
     blocked = quality[:, BLUEPRINTS["conv_heavy"].index] == 8.0
     assert 0 < blocked.sum() < 300
     assert healthy.quality.tolist() == [6.0 if host else 8.0 for host in blocked.tolist()]
     assert torch.equal(quality.gather(1, healthy.blueprint[:, None]).squeeze(1), healthy.quality)
-    assert null.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.0).quality.tolist() == [8.0] * 300
+    assert hindsight.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.0).quality.tolist() == [8.0] * 300
 
 
 def test_the_best_schedule_grows_what_it_is_given_and_is_worth_its_quality():
     assert {step.action[Head.BLUEPRINT] for step in null.best_schedule(60, 3, 2, blueprint=4)} == {4, 0}
     # 49.876062 + 8 * (2 - e^{-5.9} - e^{-5.5}): germinations in steps 1 and 5
-    assert null.best_schedule_value(60, 3, 2, quality=8.0) == pytest.approx(65.821452, abs=1e-5)
+    assert hindsight.best_schedule_value(60, 3, 2, quality=8.0) == pytest.approx(65.821452, abs=1e-5)

@@ -160,9 +160,9 @@ def test_an_overflow_leaves_out_the_step_of_its_host_and_seeds_alone():
     assert bit_equal(bench.population.host.params[0], before[0])
     assert all(bit_equal(x, before[1][name]) for name, x in bench.seed_params("r0c0").items())
     assert all(bit_equal(x, before[2][name]) for name, x in bench.gate_params("r0c0").items())
-    for slab in (bench.population.host, bench.population.seeds, bench.population.gates):
-        size = len(slab.params) // 2
-        assert not slab.optimizer.momentum[:size].any()
+    for flat in (bench.population.host, bench.population.seeds, bench.population.gates):
+        size = len(flat.params) // 2
+        assert not flat.optimizer.momentum[:size].any()
     assert bit_equal(bench.population.host.params[1], calm.population.host.params[1])
     assert all(bit_equal(bench.seed_params(s, 1)[n], x) for s in SLOTS[::2] for n, x in calm.seed_params(s, 1).items())
     assert bench.executor.data.scaler.good_steps.tolist() == [0, 1]

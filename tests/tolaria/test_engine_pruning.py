@@ -42,8 +42,8 @@ def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(executor, sta
     def remains(host: int) -> dict[str, bool]:
         engine.apply_structure()
         row = host * 3 + 1
-        slabs = {"seeds": engine.executor.population.seeds, "gates": engine.executor.population.gates}
-        return {f"{k}.{name}": bool(x[row].any()) for k, slab in slabs.items() for name, x in slab.tensors().items()}
+        flats = {"seeds": engine.executor.population.seeds, "gates": engine.executor.population.gates}
+        return {f"{k}.{name}": bool(x[row].any()) for k, flat in flats.items() for name, x in flat.tensors().items()}
 
     counts = []
     while engine.t < last:

@@ -57,10 +57,10 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     }
     assert control["reward"]
     moments = {"momentum"} if optimizer == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
-    slabs = {f"{part}.{name}" for part in ("host", "seeds", "gates") for name in ({"params", "buffers"} | moments)}
+    flats = {f"{part}.{name}" for part in ("host", "seeds", "gates") for name in ({"params", "buffers"} | moments)}
     snapshots = {f"{part}_snapshot.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
     want = {f"control.{part}.{name}" for part, names in control.items() for name in names} | {"control.stopped"}
-    want |= {f"executor.population.{name}" for name in slabs | snapshots}
+    want |= {f"executor.population.{name}" for name in flats | snapshots}
     of_executor = {f"executor.{name}" for name in ("episode", "loss_scale", "good_steps", "born")}
     assert tree.keys() == want | {"place"} | of_executor
     weights = {f"network.{name}" for name in client.agent.network.state_dict()}
@@ -143,7 +143,7 @@ def test_the_statistics_that_are_saved_are_used():
         other.load_state_dict(tree, heir)
         heir.load_state_dict(policy)
         other.step(heir)
-        return heir.buffer.slabs.values[:, AT].clone(), heir.hidden.h.clone()
+        return heir.buffer.rollout.values[:, AT].clone(), heir.hidden.h.clone()
 
     value, hidden = features(policy)
     for name in ("observations.host.mean", "rollout.h", "rollout.c"):

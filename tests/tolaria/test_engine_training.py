@@ -94,7 +94,7 @@ def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it(exec
     # held from 6 on; falls in the ticks of 7 to 11, frozen in the passes 8 to 11
     plan = {1: action(Op.GERMINATE, slot=0, style=3, **LIVE), 7: action(Op.PRUNE, slot=0, alpha_speed=2)}
     run = Watched(12, plan, **HOW[executor])
-    slabs = (run.bench.population.seeds, run.bench.population.gates)
+    flats = (run.bench.population.seeds, run.bench.population.gates)
     weights, gates, hosts, counts, modes, everything = [], [], [], [], [], []
     for t in range(1, 13):
         counts.append(run.engine.state.slots.params[0, 0].item())
@@ -105,7 +105,7 @@ def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it(exec
             weights.append(run.bench.seed_params("r0c0"))
             gates.append(run.bench.gate_params("r0c0"))
             everything.append(
-                {f"{k}.{name}": x[0].clone() for k, slab in enumerate(slabs) for name, x in slab.tensors().items()}
+                {f"{k}.{name}": x[0].clone() for k, flat in enumerate(flats) for name, x in flat.tensors().items()}
             )
     assert [t for t, mode in enumerate(modes, start=1) if mode == 2] == [8, 9, 10, 11]
     for t in (8, 9, 10):
@@ -117,8 +117,8 @@ def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it(exec
     assert len(set(counts[1:11])) == 1
     assert counts[11] == 0
     assert bool(everything[6]["0.momentum"].any() & everything[6]["1.momentum"].any())
-    for slab in slabs:
-        for name, tensor in slab.tensors().items():
+    for flat in flats:
+        for name, tensor in flat.tensors().items():
             assert not tensor[0].any(), name
 
 

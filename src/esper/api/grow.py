@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from esper.api.arguments import checked
-from esper.api.run import AnyTask, Run, console, folder, given, in_process, spec_of
+from esper.api.run import AnyTask, Run, console, given, in_process, spec_of
 from esper.export import network
 from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
@@ -23,7 +23,7 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option
-from esper.leyline.files import mode_of, read_json
+from esper.leyline.files import expanded, mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.ranks import is_launched
@@ -247,7 +247,7 @@ class Grown:
         boards = {"this network": self.leaderboard, **self.beside}
         figure = growth_picture({name: board.courses for name, board in boards.items()}, self.unit)
         try:
-            figure.savefig(folder(file), dpi=110)
+            figure.savefig(expanded(file), dpi=110)
         except (OSError, ValueError) as error:
             raise ExportError(f"{file} cannot be drawn ({error}); name a .png or .svg file.") from error
 
@@ -312,7 +312,8 @@ def grow(
     """
     if is_launched():
         raise ConfigError("torchrun has started several processes, but growth runs in one; start it without torchrun.")
-    plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
+    file = [task] if isinstance(task, str) and names_task(task) else []
+    plugins = absolute_plugins([*settings.pop("plugins", ()), *file], Path())
     load_plugins(plugins)
     spec, budget = spec_of(task), budget or Budget()
     if best_of < 1:
@@ -365,11 +366,6 @@ def grow(
             raise Stopped("stopped; nothing was kept") from None
 
 
-def _file_of(task: AnyTask) -> list[str]:
-    """The plugin that a task is, if it is named by its file."""
-    return [task] if isinstance(task, str) and names_task(task) else []
-
-
 def _run_of(controller: Controller) -> Run | None:
     """The run that was named, if it was one."""
     if isinstance(controller, Run):
@@ -377,12 +373,12 @@ def _run_of(controller: Controller) -> Run | None:
     if isinstance(controller, str | Path) and (controller in known.names() or is_policy_file(controller)):
         return None
     if isinstance(controller, str | Path):
-        if not folder(controller).exists():
+        if not expanded(controller).exists():
             raise RunDirectoryError(
                 f"{controller} is neither a run directory, nor a method, nor a baseline; "
                 f"{nearest(str(controller), (*METHODS, *known.names()))}"
             )
-        return Run(folder(controller))
+        return Run(expanded(controller))
     return None
 
 
@@ -469,7 +465,7 @@ class _Race:
         unfinished: Path | str | None,
         out: RunConsole,
     ) -> None:
-        self._out, self._file = out, None if unfinished is None else folder(unfinished)
+        self._out, self._file = out, None if unfinished is None else expanded(unfinished)
         self.stopped = False
         if self._file is not None:
             _require_place(self._file)
@@ -557,7 +553,7 @@ def load(path: Path | str, *, task: AnyTask | None = None, trust: bool = False) 
     Raises:
         RunDirectoryError: it is neither. ExportError: the network is damaged, or its host needs `task`.
     """
-    place = folder(path)
+    place = expanded(path)
     spec = None if task is None else spec_of(task)
     if (place / network.DESCRIPTION).is_file():
         host: Host | None = None

@@ -74,11 +74,6 @@ def console(progress: bool) -> RunConsole:
     return RunConsole(quiet=not progress)
 
 
-def folder(path: Path | str) -> Path:
-    """The path of a folder, with ~ expanded."""
-    return expanded(path)
-
-
 @final
 class Run:
     """A run directory, of a run that is complete or was stopped.
@@ -242,7 +237,7 @@ def train(
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
         with ranks_of_job(config.rank_timeout) as group:
-            path = group.of_first(lambda: free_folder(config, config.preset) if out is None else folder(out))
+            path = group.of_first(lambda: free_folder(config, config.preset) if out is None else expanded(out))
             summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
     return Run(path, None if isinstance(task, str) else spec, trust=True)
@@ -294,7 +289,7 @@ def train_policy(
             stack.enter_context(in_process(None if isinstance(task, str) else spec_of(task)))
         names = [task if isinstance(task, str) else spec_of(task).name for task in tasks]
         configs = [resolve({**values, "task": name}) for name in names]
-        file = train_mixture(configs, folder(out), console(progress))
+        file = train_mixture(configs, expanded(out), console(progress))
     if file is None:
         raise Stopped(f"stopped; the same call continues with what {out} holds")
     return file
@@ -341,7 +336,8 @@ def evaluate(
     """
     from esper.runs.evaluation.comparison import compare
 
-    runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
+    given_runs = [run] if isinstance(run, Run | Path | str) else run
+    runs = [one if isinstance(one, Run) else Run(expanded(one)) for one in given_runs]
     if not runs:
         raise ConfigError("run is an empty list; name at least one run.")
     for name in baselines:
@@ -368,7 +364,3 @@ def evaluate(
             out=None if out is None else Path(out),
             console=console(progress),
         )
-
-
-def _opened(run: Run | Path | str) -> Run:
-    return run if isinstance(run, Run) else Run(folder(run))

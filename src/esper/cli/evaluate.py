@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from esper.cli.launch import in_ranks
-from esper.cli.options import FilePath, Flag, Number, Plugins, Ranks, Text, overrides, placeholder
+from esper.cli.options import FilePath, Flag, Number, Plugins, Ranks, Text, optional, overrides, placeholder
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, ranks_of_job
@@ -131,13 +131,8 @@ def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
         raise ConfigError(f"--flops-per-host is {budget:g}; give the FLOPs that a host may spend, e.g. 1e9.")
     if command.out is None:
         return lambda report, path: None
-    try:
+    with optional("the picture at equal compute needs matplotlib", "report", "leave --out out"):
         from esper.telemetry.report.compute import write_picture
-    except ImportError as error:
-        raise ConfigError(
-            f"the picture at equal compute needs matplotlib, and importing it failed ({error}); pip install "
-            "'esper-growth[report]', or leave --out out."
-        ) from error
     return write_picture
 
 

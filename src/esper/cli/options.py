@@ -2,7 +2,8 @@
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -36,6 +37,17 @@ FilePath = Annotated[Path | None, placeholder("PATH")]
 _MANY = tuple[tuple[str, ...], ...]
 Names = Annotated[_MANY, tyro.conf.UseAppendAction]
 Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]
+
+
+@contextmanager
+def optional(needs: str, extra: str, instead: str) -> Iterator[None]:
+    """Imports of packages that esper can do without; raises ConfigError where one is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{needs}, and importing it failed ({error}); pip install 'esper-growth[{extra}]', or {instead}."
+        ) from error
 
 
 def names_first(options: type, arguments: Sequence[str]) -> list[str]:

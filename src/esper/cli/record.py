@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, joined, placeholder
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, joined, optional, placeholder
 from esper.leyline.errors import ConfigError, EsperError, QueryError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
@@ -120,13 +120,9 @@ def _write(path: Path, page: str) -> None:
 
 
 def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
-    try:
+    instead = "leave --figures out: each chart of the page saves its own picture"
+    with optional("figures need matplotlib", "report", instead):
         from esper.telemetry.report.figures import write_figures
-    except ImportError as error:
-        raise ConfigError(
-            f"figures need matplotlib, and importing it failed ({error}); pip install 'esper-growth[report]', or leave "
-            "--figures out: each chart of the page saves its own picture."
-        ) from error
     try:
         written = write_figures(payloads, folder)
     except OSError as error:

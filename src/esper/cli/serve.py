@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import tyro
 
-from esper.cli.options import Flag, Names, Text, joined, placeholder
+from esper.cli.options import Flag, Names, Text, joined, optional, placeholder
 from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole
 
@@ -45,13 +45,8 @@ class Serve:
 
 def serve(command: Serve) -> int:
     """Answer requests until interrupted."""
-    try:
+    with optional("esper serve needs starlette with uvicorn", "serve", "write a page with esper report"):
         from esper.telemetry.serve.app import LOCAL, server_of
-    except ImportError as error:
-        raise ConfigError(
-            f"esper serve needs starlette and uvicorn, and importing them failed ({error}); "
-            "pip install 'esper-growth[serve]', or write a page with esper report."
-        ) from error
     from esper.telemetry.serve.runs import Runs
 
     if command.path is None:
@@ -109,13 +104,8 @@ class Mcp:
 
 def mcp(command: Mcp) -> int:
     """Answer until standard input is closed."""
-    try:
+    with optional("esper mcp needs the package mcp", "mcp", "ask with esper query"):
         from esper.telemetry.serve.assistants import server_of
-    except ImportError as error:
-        raise ConfigError(
-            f"esper mcp needs the package mcp, and importing it failed ({error}); pip install 'esper-growth[mcp]', or "
-            "ask with esper query."
-        ) from error
     from esper.telemetry.serve.runs import Runs
 
     with Runs(command.path) as runs:

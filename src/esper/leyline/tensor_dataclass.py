@@ -6,6 +6,7 @@ with `==`, because tensors have no truth value.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
@@ -79,6 +80,12 @@ def lift(mask: Tensor, like: Tensor) -> Tensor:
     """`mask` with trailing axes of size 1, so that it broadcasts against `like` from the left."""
     missing = like.dim() - mask.dim()
     return mask.reshape(mask.shape + (1,) * missing) if missing else mask
+
+
+@lru_cache(maxsize=64)
+def numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1."""
+    return torch.arange(count, device=device)
 
 
 _WORTH_STACKING = 5

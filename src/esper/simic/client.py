@@ -146,10 +146,10 @@ class PolicyStep(nn.Module):
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
     """Memory of the rollout of one host: the buffer, the copy that an update works on, and its share of activations."""
     shape = (1, steps, feature_dim(num_slots), num_slots, num_slots * config.hidden_width, config.num_layers)
-    slabs = TamiyoRolloutBuffer(*shape, device="meta", gae_lambda=config.gae_lambda).slabs
+    rollout = TamiyoRolloutBuffer(*shape, device="meta", gae_lambda=config.gae_lambda).rollout
     per_slot = 4 * (_KEPT_OF_LAYER * config.hidden_width * (config.num_layers + 1) + 4 * config.feature_width)
     update = steps * num_slots * per_slot // config.num_minibatches
-    return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs)) + update
+    return 2 * sum(field.nbytes for _, field in named_tensors(rollout)) + update
 
 
 _KEPT_OF_LAYER = 16
@@ -264,7 +264,6 @@ class SimicClient(_WithReward):
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Empty the buffer, zero the recurrent state, draw all random numbers of the episode."""
         self._buffer.reset()
-        self._columns = 0  # written so far
         self._rolled_back_TN.zero_()
         self._carried = self.initial_hidden(self.spec.num_envs)
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
@@ -305,17 +304,17 @@ class SimicClient(_WithReward):
         t, decision = self._decision
         assert t == step.t, "store() takes the step that act() just decided"
         row = Transition(
-            state=step.act.features,
-            raw_state=step.act.raw_features,
+            states=step.act.features,
+            raw_states=step.act.raw_features,
             actions=step.act.actions,
-            log_prob=step.act.log_prob,
-            value=step.act.value,
+            log_probs=step.act.log_prob,
+            values=step.act.value,
             blueprint_index=decision.blueprint_index,
             legal=step.obs.legal,
             has_gate=step.obs.has_gate,
             effective_op=step.effective_op,
-            reward=step.reward,
-            bootstrap_value=step.bootstrap_value,
+            rewards=step.reward,
+            bootstrap_values=step.bootstrap_value,
             terminal=step.terminal,
             truncated=step.truncated,
             valid=step.valid,
@@ -323,7 +322,6 @@ class SimicClient(_WithReward):
             forced=decision.forced,
         )
         self._buffer.put(step.t - 1, row)
-        self._columns = step.t
         self._reset_N = ~step.valid
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
@@ -332,9 +330,9 @@ class SimicClient(_WithReward):
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host gets `reward` instead, see `buffer`."""
-        if self._columns:
-            self._rolled_back_TN[self._columns - 1].copy_(mask)
-            self._rollback_reward_TN[self._columns - 1].copy_(reward)
+        if last := self._buffer.num_steps:
+            self._rolled_back_TN[last - 1].copy_(mask)
+            self._rollback_reward_TN[last - 1].copy_(reward)
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
@@ -415,7 +413,6 @@ class SimicClient(_WithReward):
         if rollout:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
             self._buffer.load_state_dict(below("buffer", rollout))
-            self._columns = self._buffer.num_steps
             self._carried = restored(self._carried, {name: rollout[name] for name in ("h", "c")}, "recurrent state")
             self._reset_N = rollout["reset"].to(self.device).clone()
 

@@ -38,9 +38,9 @@ from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
-TRIES = 4
-EXPLORED_SHARE = 0.5
-REPLACE_BELOW = 0.9
+TRIES = 4  # blueprints that each host tries
+EXPLORED_SHARE = 0.5  # share of the episode after which no untried blueprint is germinated
+REPLACE_BELOW = 0.9  # seeds worth less than this share of the best blueprint are replaced
 FOSSILIZE_ABOVE = 0.5
 GATE_PATIENCE = 2  # multiples of min_training_epochs after which a seed that fails its gate is given up
 FAST = 0
@@ -60,26 +60,12 @@ class Worths:
 
 @final
 class ExploreThenCommit:
-    """The rules as a script.
+    """The rules as a script, with the times and the blueprints of `spec`."""
 
-    Args:
-        spec: gives the times and the blueprints.
-        tries: blueprints that each host tries.
-        explored_share: share of the episode after which no untried blueprint is germinated.
-        replace_below: seeds worth less than this share of the best blueprint are replaced.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        *,
-        tries: int = TRIES,
-        explored_share: float = EXPLORED_SHARE,
-        replace_below: float = REPLACE_BELOW,
-    ) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         device = spec.device
-        self._tries, self._replace_below = min(tries, len(spec.selectable)), replace_below
-        self._explore_until = explored_share * spec.episode_length
+        self._tries = min(TRIES, len(spec.selectable))
+        self._explore_until = EXPLORED_SHARE * spec.episode_length
         grown = spec.min_training_epochs + TEMPO_TICKS[FAST] + 2  # steps from germination to the first contribution
         self._last_start = spec.episode_length - grown - spec.num_slots
         self._patience = GATE_PATIENCE * spec.min_training_epochs
@@ -139,7 +125,7 @@ class ExploreThenCommit:
         exploring_N1, best_N1 = exploring_N[:, None], best_N[:, None]
         full_N1 = measured_N1 & ~dormant_NS.any(dim=1, keepdim=True)
         surplus_NS = (worth_NS < best_N1) | (obs.num_slots == 1)
-        poor_NS = (worth_NS < self._replace_below * best_N1) & (obs.t + COOLDOWN <= self._last_start)
+        poor_NS = (worth_NS < REPLACE_BELOW * best_N1) & (obs.t + COOLDOWN <= self._last_start)
         replaced_NS = torch.where(exploring_N1, full_N1 & surplus_NS, measured_N1 & poor_NS)
         prune_NS = growing_NS & (replaced_NS | worth_NS.isneginf())
         keep_NS = measured_N1 & ~exploring_N1 & ~poor_NS & (worth_NS > FOSSILIZE_ABOVE)
@@ -152,7 +138,6 @@ class ExploreThenCommit:
 STATIC = "static_final"
 
 
-@final
 class WaitOnly:
     """Always waits."""
 

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.lifecycle import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import numbers, tensor_dataclass
 
 
 def relevance(op: Int[Tensor, "*R"]) -> Bool[Tensor, "*R 8"]:
@@ -65,7 +65,7 @@ def mask_given_op(
 ) -> Float[Tensor, "V R"]:
     """Masks of all heads; style still lacks its restriction by slot."""
     mask = choices.index_select(1, op)
-    legal_slots = legal[_counting(len(op), op.device), op]
+    legal_slots = legal[numbers(len(op), op.device), op]
     slots, ops = tables.values[Head.SLOT], tables.values[Head.OP]  # the first and the last head
     return torch.cat((mask[slots] * legal_slots.t(), mask[slots.stop : ops.start], op_mask))
 
@@ -74,7 +74,7 @@ def mask_given_slot(
     mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor, tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
     """Remove GATED_GATE where SET_ALPHA_TARGET aims at a seed without a gate network; writes into `mask`."""
-    gate_here = has_gate[_counting(len(op), op.device), slot]
+    gate_here = has_gate[numbers(len(op), op.device), slot]
     mask[tables.gated_style].mul_(gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET)))
     return mask
 
@@ -132,12 +132,6 @@ def _tables(num_slots: int, num_blueprints: int, device: torch.device) -> HeadTa
         read=read.to(device),
         inverse_log=inverse_log.to(device),
     )
-
-
-@lru_cache(maxsize=16)
-def _counting(count: int, device: torch.device) -> Tensor:
-    """0 .. count - 1."""
-    return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=8)
@@ -198,7 +192,9 @@ def sample_heads(
     """
     tables, columns = tables_of(legal, selectable), _columns_of(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
-    decision, rows = _decide(columns, *state, _numbers(uniforms, deterministic), tables)
+    u_8R = None if uniforms is None or deterministic else _columns(uniforms).to(torch.float64)
+    assert deterministic or u_8R is not None, "sampling takes one uniform number per head"
+    decision, rows = _decide(columns, *state, u_8R, tables)
     layout = layout_of(tables.sizes, legal.device)
     log_prob, _ = _log_prob(rows, decision, layout)
     left_out = layout.member @ (state[0].index_select(1, decision.actions[Head.OP]) - decision.mask)
@@ -216,24 +212,19 @@ def evaluate_heads(
     legal: Bool[Tensor, "*R 6 S"],
     has_gate: Bool[Tensor, "*R S"],
     selectable: Bool[Tensor, " B"],
-    actions: Int[Tensor, "*R 8"] | None = None,
-    uniforms: Float[Tensor, "*R 8"] | None = None,
-    deterministic: bool = False,
+    actions: Int[Tensor, "*R 8"],
 ) -> HeadsOutput:
-    """Evaluate stored `actions`, or those that `sample_heads` draws; differentiable in `logits`.
+    """Evaluate stored `actions`; differentiable in `logits`.
 
     The log-probability of a stored action outside its mask is NaN.
     """
     tables, given = tables_of(legal, selectable), _columns_of(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
     layout = layout_of(tables.sizes, legal.device)
-    if actions is None:
-        decision, rows = _decide(given, *state, _numbers(uniforms, deterministic), tables)
-    else:
-        columns = _columns(actions)
-        rows = given.at(columns[Head.SLOT])
-        mask = masks_of(*state, columns, tables)
-        decision = _Choice(actions=columns, mask=mask, relative=_relative(rows, mask, layout))
+    columns = _columns(actions)
+    rows = given.at(columns[Head.SLOT])
+    mask = masks_of(*state, columns, tables)
+    decision = _Choice(actions=columns, mask=mask, relative=_relative(rows, mask, layout))
     available = available_masks(*state, tables)
     count, count_avail = layout.member @ decision.mask, layout.member @ available
     entropy = _entropy(decision.relative, layout, count, tables.inverse_log)
@@ -323,7 +314,7 @@ class _Given:
     def at(self, slot: Int[Tensor, " R"]) -> Float[Tensor, "V R"]:
         """The logits of all heads, given the slot."""
         inside = slot.clamp(0, self.others.shape[1] - 1)  # a stored action outside its mask gives NaN later
-        of_slot = self.others[_counting(len(slot), slot.device), inside]
+        of_slot = self.others[numbers(len(slot), slot.device), inside]
         return torch.cat((self.slot, of_slot.t(), self.op))
 
 
@@ -345,14 +336,6 @@ def _restored(columns: Tensor, like: Tensor) -> Tensor:
     """[V, R] as [*R, V]; `like` is the legality [*R, 6, S]."""
     rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
     return rows
-
-
-def _numbers(uniforms: Tensor | None, deterministic: bool) -> Tensor | None:
-    """Uniforms [8, R] in float64; None for the most probable values."""
-    assert deterministic or uniforms is not None, "sampling takes one uniform number per head"
-    if deterministic or uniforms is None:
-        return None
-    return _columns(uniforms).to(torch.float64)
 
 
 def _decide(

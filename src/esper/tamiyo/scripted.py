@@ -113,8 +113,3 @@ def canonical_action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:
 def canonical_actions(device: torch.device) -> Int[Tensor, "6 8"]:
     """The canonical action of each operation, one row per operation."""
     return torch.tensor([canonical_action(LifecycleOp(op)) for op in range(NUM_OPS)], device=device)
-
-
-def op_is_legal(legal: Bool[Tensor, "N 6 S"], op: Int[Tensor, " N"], slot: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
-    """Whether each host's op is legal on its slot."""
-    return legal.flatten(1).gather(1, (op * legal.shape[2] + slot)[:, None]).squeeze(1)

@@ -273,46 +273,12 @@ class BestStep(NamedTuple):
 _TICKS = TEMPO_TICKS[CANONICAL_ACTION[Head.TEMPO]]
 
 
-def _germinations(episode_length: int, min_training_epochs: int, num_slots: int) -> list[int]:
+def germinations(episode_length: int, min_training_epochs: int, num_slots: int) -> list[int]:
     """Steps 1 + i (M + 1) of the seeds that can be fossilized, and be measured so, within the episode."""
     if min_training_epochs < 1:
         raise ConfigError(f"min_training_epochs is {min_training_epochs}; it must be at least 1.")
     steps = [1 + i * (min_training_epochs + 1) for i in range(num_slots)]
     return [e for e in steps if e + min_training_epochs + _TICKS + 1 < episode_length]
-
-
-def best_schedule_value(
-    episode_length: int,
-    min_training_epochs: int,
-    num_slots: int,
-    quality: float = BLUEPRINTS[BEST_BLUEPRINT].quality,
-) -> float:
-    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + quality sum_i (1 - e^{-(E - e_i)/10}).
-
-    Holds for ADD without interaction and noise, under the sequential guard. With the largest quality that can be grown
-    (`best_of_host`) it is optimal: strength grows with age and quality, a step can start one seed, and the guard allows
-    the next one M + 1 steps later.
-    """
-    germinations = _germinations(episode_length, min_training_epochs, num_slots)
-    grown = sum(-math.expm1(-(episode_length - e) / TIME_CONSTANT) for e in germinations)
-    return min(100.0, host_accuracy(episode_length) + quality * grown)
-
-
-class BestOfHost(NamedTuple):
-    """The best blueprint of each host in hindsight: its index and its quality (pp), both [N]."""
-
-    blueprint: Int[Tensor, " N"]
-    quality: Float[Tensor, " N"]
-
-
-def best_of_host(
-    spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor, *, min_health: float
-) -> BestOfHost:
-    """The blueprint of the highest quality of those whose health is at least `min_health`, which their gate asks."""
-    quality_NB = qualities(spec, run_seed, hosts, episode)
-    fails_B = tables(spec, hosts.device).health < min_health  # of indices without a blueprint the health is 0
-    quality_N, blueprint_N = quality_NB.masked_fill(fails_B, -math.inf).max(dim=1)
-    return BestOfHost(blueprint_N, quality_N)
 
 
 def best_schedule(
@@ -326,7 +292,7 @@ def best_schedule(
     Where both fall on one step (M = 4) germination goes first: a seed gains by age, not by being fossilized.
     """
     steps = []
-    for slot, e in enumerate(_germinations(episode_length, min_training_epochs, num_slots)):
+    for slot, e in enumerate(germinations(episode_length, min_training_epochs, num_slots)):
         steps.append((e, 0, slot, LifecycleOp.GERMINATE, blueprint))
         steps.append((e + min_training_epochs + _TICKS + 1, 1, slot, LifecycleOp.FOSSILIZE, 0))
     return tuple(BestStep(e, _action(op, slot, blueprint)) for e, _, slot, op, blueprint in sorted(steps))

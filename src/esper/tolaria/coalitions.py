@@ -51,7 +51,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.lifecycle import BLENDED, NUM_STAGE_VALUES, SeedStage
-from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import numbers, tensor_dataclass, tree_map
 
 _BITS_PER_WORD = 52
 """Slots that one float64 encodes exactly; larger sets take several words."""
@@ -166,12 +166,6 @@ def word_weights(num_slots: int, device: torch.device) -> Tensor:
     for s in range(num_slots):
         weights[s, s // _BITS_PER_WORD] = 2.0 ** (s % _BITS_PER_WORD)
     return weights.to(device)
-
-
-@lru_cache(maxsize=64)
-def numbers(count: int, device: torch.device) -> Tensor:
-    """0 .. count - 1."""
-    return torch.arange(count, device=device)
 
 
 @tensor_dataclass

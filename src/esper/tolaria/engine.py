@@ -40,6 +40,7 @@ from esper.tolaria.state import (
     step_report,
     structure_now,
     structure_read,
+    unstacked,
 )
 
 StepListener = Callable[[StepReport], None]
@@ -107,7 +108,7 @@ class VectorizedEngine:
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
-        self._pending: PendingRead | None = None
+        self._pending: tuple[Sequence[Sequence[str]], PendingRead] | None = None
         self._observe: Phase = partial(phases.observe, costs=executor.costs, config=config)
         self._execute: Phase = partial(phases.execute, costs=executor.costs, config=config)
         self._end_step: Phase = partial(phases.end_step, costs=executor.costs, config=config)
@@ -263,14 +264,19 @@ class VectorizedEngine:
             state, outputs = self._end_step(verdict, executed, decision_of(act), reward, now)
         self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        measured_sets = (coalitions.sets, coalitions.valid, step.accuracy)
-        self._pending = start_read(*outputs, *measured_sets, self._coalitions.sets, self._coalitions.valid)
+        others = {
+            "measured_sets": coalitions.sets, "measured_valid": coalitions.valid, "measured_acc": step.accuracy,
+            "sets": self._coalitions.sets, "sets_valid": self._coalitions.valid,
+        }  # fmt: skip
+        stacks = {**outputs, **{(name,): x[None] for name, x in others.items()}}
+        self._pending = tuple(stacks), start_read(*stacks.values())
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, apply its structure to the parameters, and report the step."""
         if self._pending is None:
             return
-        arrays, self._pending = self._pending.wait(), None
+        (names, read), self._pending = self._pending, None
+        arrays = unstacked(names, read.wait())
         with self.timer.span("apply_structure"):
             self.executor.apply_structure(structure_read(self.t, arrays))
         if self.listeners:

@@ -13,6 +13,7 @@ for the backward pass is found by two small passes of one host, because it is a 
 import os
 import time
 import warnings
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -72,12 +73,7 @@ class MemoryPrediction:
 
     def most_hosts(self, available: int) -> int:
         """The largest N whose run fits, 0 if none does; `available` bytes besides what this process holds already."""
-        low, high = 0, 2**32
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.total(middle) - self.process <= available
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        return bisect_right(range(1, 2**32), available, key=lambda num_envs: self.total(num_envs) - self.process)
 
     def require(self, num_envs: int, available: int, setting: str = "num_envs") -> None:
         """Refuse what does not fit; `setting` is the name under which the user gave `num_envs`.

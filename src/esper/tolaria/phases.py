@@ -13,7 +13,6 @@ whatever changes from step to step as a tensor, so that each can be compiled as 
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,13 +34,13 @@ from esper.leyline.messages import (
     SeedCosts,
     StoredStep,
 )
-from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import blank, numbers, replace, tensor_dataclass
 from esper.tolaria import governor
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.state import Decision, ParallelEnvState, count_rollback, count_step, step_outputs
+from esper.tolaria.state import Decision, ParallelEnvState, Stacks, count_rollback, count_step, step_outputs
 
 
 @tensor_dataclass
@@ -126,10 +125,9 @@ def observe(
     return ObserveOutput(state=state, verdict=verdict, legal=legal), measured
 
 
-@lru_cache(maxsize=8)
 def waits(device: torch.device) -> Bool[Tensor, " O"]:
     """Which operation is WAIT."""
-    return torch.arange(NUM_OPS, device=device) == LifecycleOp.WAIT
+    return numbers(NUM_OPS, device) == LifecycleOp.WAIT
 
 
 def observation(state: ParallelEnvState, legal: Bool[Tensor, "N 6 S"], t: int, config: EngineConfig) -> Observation:
@@ -210,7 +208,7 @@ def end_step(
     *,
     costs: SeedCosts,
     config: EngineConfig,
-) -> tuple[ParallelEnvState, tuple[Tensor, ...]]:
+) -> tuple[ParallelEnvState, Stacks]:
     """Count the step, stop hosts that cannot pay another one, choose the snapshots, gather the outputs for the host.
 
     A snapshot is of a whole host; `keep` adds new fossils of hosts with strikes to the older snapshot alone.

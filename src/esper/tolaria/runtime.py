@@ -26,8 +26,6 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.ranks import local_ranks
 
-Arrays = tuple[np.ndarray, ...]
-
 _reads = 0
 
 
@@ -72,7 +70,7 @@ class PendingRead:
     def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, places: tuple[_Place, ...]) -> None:
         self._buffer, self._copied, self._places = buffer, copied, places
 
-    def wait(self) -> Arrays:
+    def wait(self) -> tuple[np.ndarray, ...]:
         """The values at the start of the read, in the order of the tensors: views of the bytes that were read."""
         if self._copied is not None:
             self._copied.synchronize()

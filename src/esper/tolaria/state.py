@@ -1,9 +1,8 @@
 """The state of N hosts besides their parameters, the one read of a step, and the reports of steps and episodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as data_replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ from esper.kasmina.rules.lifecycle import FossilMemory, OpEffects, TickEffects, 
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import NUM_OPS, Head, SeedStage
 from esper.leyline.messages import ActResult, HostState, KeptNetwork, RewardOutput, SlotState
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorState, GovernorVerdict
-from esper.tolaria.runtime import Arrays, host_read
+from esper.tolaria.runtime import host_read
 
 
 @tensor_dataclass
@@ -111,15 +110,10 @@ def count_step(
         tally,
         returns=tally.returns + torch.where(valid, reward.total, 0.0),
         last_reward=torch.where(valid, reward.total, tally.last_reward),
-        ops=tally.ops + (valid_N1 & (effective_op[:, None] == _op_numbers(effective_op.device))),
+        ops=tally.ops + (valid_N1 & (effective_op[:, None] == numbers(NUM_OPS, effective_op.device))),
         refused=tally.refused + (valid & (effective_op != actions[:, Head.OP])),
         flags=tally.flags + (valid_N1 & reward.flags),
     )
-
-
-@lru_cache(maxsize=16)
-def _op_numbers(device: torch.device) -> Tensor:
-    return torch.arange(NUM_OPS, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,18 +267,8 @@ def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:
     return data_replace(first, **arrays, instance=instance, cost=cost)
 
 
-_STACKS = (
-    ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "gate", "failed_checks"),
-    ("has_gate", "germinated", "released", "keep", "rolled_back", "gate_passed"),
-    ("alpha", "contribution", "gate_score"),
-    ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "compute", "reward", "value", "op_log_prob"),
-    ("effective_op", "panic_reason", "panic_strikes", "host_params", "num_coalitions"),
-    ("panicked", "snapshot", "row_marked", "stopped"),
-)
-"""Tensors of one dtype and shape are stacked: the first three stacks are [..., N, S], the others [..., N]. The first
-one ends with the six rows of the transitions: from, to and cause, by the op and by the tick."""
-_OTHERS = 9
-"""Number of arrays after the stacks that belong to a report."""
+Stacks = dict[tuple[str, ...], Tensor]
+"""Tensors of one dtype and shape, stacked, by their names."""
 
 
 @tensor_dataclass
@@ -319,13 +303,17 @@ def step_outputs(
     rolled_back: Bool[Tensor, "N S"],
     snapshot: Bool[Tensor, " N"],
     keep: Bool[Tensor, "N S"],
-) -> tuple[Tensor, ...]:
-    """Structure, events and numbers of a step: the stacks, then the decision, losses, and the terms of the reward."""
+) -> Stacks:
+    """Structure, events and numbers of a step, under the names of `Structure` and `StepReport`."""
     slots, hosts, tally, readings = state.slots, state.hosts, state.tally, ticks.readings
+    of_slots = ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "has_gate", "alpha")
+    of_hosts = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "host_params")
     values = {
-        **{name: getattr(slots, name) for name in (*_STACKS[0][:6], "has_gate", "alpha", "contribution")},
-        **{name: getattr(hosts, name) for name in ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")},
+        **{name: getattr(slots, name) for name in of_slots},
+        **{name: getattr(hosts, name) for name in of_hosts},
+        **vars(decision),
         "compute": compute,
+        "contribution": slots.contribution,
         "gate": readings.gate,
         "failed_checks": readings.failed_checks,
         "germinated": ops.germinated,
@@ -335,89 +323,56 @@ def step_outputs(
         "gate_passed": readings.passed,
         "gate_score": readings.score,
         "reward": tally.last_reward.where(valid, torch.nan),
-        "value": decision.value,
-        "op_log_prob": decision.op_log_prob,
+        "breakdown": reward.breakdown,
+        "flags": reward.flags,
         "effective_op": effective_op,
+        "op_moves": torch.stack([*vars(ops.transitions).values()]),
+        "tick_moves": torch.stack([*vars(ticks.transitions).values()]),
         "panic_reason": verdict.reason,
+        "panic_loss": verdict.loss,
         "panic_strikes": verdict.strikes,
-        "host_params": hosts.host_params,
+        "panic_thresholds": verdict.thresholds,
         "num_coalitions": num_coalitions,
         "panicked": verdict.panic,
         "snapshot": snapshot,
         "row_marked": tally.replaced,
         "stopped": state.stopped,
     }
-    rows = [[values[name] for name in names] for names in _STACKS]
-    rows[0] += [*vars(ops.transitions).values(), *vars(ticks.transitions).values()]
-    return (
-        *(torch.stack(stack) for stack in rows),
-        decision.actions,
-        decision.op_prob,
-        decision.constrained,
-        torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
-        reward.breakdown,
-        reward.flags,
-    )
-
-
-def _by_name(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of `step_outputs` and the measured coalitions under the names of `Structure` and `StepReport`."""
-    *stacks, actions, op_prob, constrained, losses, breakdown, flags, sets, sets_valid, accuracy = arrays
-    named = {name: row for names, stack in zip(_STACKS, stacks, strict=True) for name, row in zip(names, stack)}  # noqa: B905 -- the transitions follow the names
-    return named | {
-        "op_moves": stacks[0][-6:-3],
-        "tick_moves": stacks[0][-3:],
-        "actions": actions,
-        "op_prob": op_prob,
-        "constrained": constrained,
-        "panic_loss": losses[:, 0],
-        "panic_thresholds": losses[:, 1:],
-        "breakdown": breakdown,
-        "flags": flags,
-        "measured_sets": sets,
-        "measured_valid": sets_valid,
-        "measured_acc": accuracy,
+    alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name, value in values.items():
+        alike.setdefault((value.shape, value.dtype), []).append(name)
+    return {
+        tuple(names): torch.stack([values[name] for name in names]) if len(names) > 1 else values[names[0]][None]
+        for names in alike.values()
     }
 
 
-def _fields_of(kind: type[Structure | StepReport], named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {field.name: named[field.name] for field in fields(kind) if field.name in named}
+def unstacked(names: Iterable[Sequence[str]], arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """What was read of stacks, by name."""
+    return {name: row for of, stack in zip(names, arrays, strict=True) for name, row in zip(of, stack, strict=True)}
 
 
-def structure_read(t: int, arrays: Arrays) -> Structure:
+def structure_read(t: int, arrays: Mapping[str, np.ndarray]) -> Structure:
     """What the executor must know for the next step."""
-    *outputs, sets, sets_valid = arrays
-    return Structure(t=t, sets=sets, sets_valid=sets_valid, **_fields_of(Structure, _by_name(outputs)))
+    return Structure(t=t, **{field.name: arrays[field.name] for field in fields(Structure) if field.name in arrays})
 
 
 def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> Structure:
     """The structure after step `t` with no change to apply, read at once; for a restored engine."""
-    slots = state.slots
-    ints = (slots.stage, slots.blueprint, slots.algorithm, slots.alpha_mode)
-    read = host_read(torch.stack(ints), slots.has_gate, slots.alpha, state.stopped, coalitions.sets, coalitions.valid)
-    (stage, blueprint, algorithm, alpha_mode), has_gate, alpha, stopped, sets, sets_valid = read
-    return data_replace(
-        empty_structure(*stage.shape),
-        t=t,
-        stage=stage,
-        blueprint=blueprint,
-        algorithm=algorithm,
-        alpha_mode=alpha_mode,
-        has_gate=has_gate,
-        alpha=alpha,
-        stopped=stopped,
-        sets=sets,
-        sets_valid=sets_valid,
-    )
+    of_slots = ("stage", "blueprint", "algorithm", "alpha_mode", "has_gate", "alpha")
+    named = {name: getattr(state.slots, name) for name in of_slots}
+    named |= {"stopped": state.stopped, "sets": coalitions.sets, "sets_valid": coalitions.valid}
+    arrays = dict(zip(named, host_read(*named.values()), strict=True))
+    return data_replace(empty_structure(*arrays["stage"].shape), t=t, **arrays)
 
 
-def step_report(episode: int, t: int, arrays: Sequence[np.ndarray]) -> StepReport:
-    """The report of step `t` from its arrays, which those of the next step may follow."""
+def step_report(episode: int, t: int, arrays: Mapping[str, np.ndarray]) -> StepReport:
+    """The report of step `t` from the arrays of its read."""
     # listeners get read-only views: the executor keeps working on the same arrays
-    views = [array.view() for array in arrays[: len(_STACKS) + _OTHERS]]
-    for view in views:
+    views = {field.name: arrays[field.name].view() for field in fields(StepReport) if field.name in arrays}
+    for view in views.values():
         view.setflags(write=False)
-    return StepReport(episode=episode, t=t, **_fields_of(StepReport, _by_name(views)))
+    return StepReport(episode=episode, t=t, **views)
 
 
 def rollout_stats(

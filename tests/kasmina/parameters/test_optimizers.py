@@ -1,4 +1,4 @@
-"""Optimizers on slabs, against the optimizers of torch row by row."""
+"""Optimizers on rows of hosts, against the optimizers of torch row by row."""
 
 import math
 

@@ -106,8 +106,8 @@ def test_a_gate_shares_no_numbers_with_its_seed(hosts):
     born(hosts, [(0, 0)], gated=True)
     kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
     uniforms = []
-    for kind, slab in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
-        row, bound = slab.params[0, : kind.template.parameters.total], kind.table.spread
+    for kind, flat in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
+        row, bound = flat.params[0, : kind.template.parameters.total], kind.table.spread
         uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
     of_seed, of_gate = uniforms
     assert len(of_gate) > 40
@@ -164,10 +164,10 @@ def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_o
     hosts.host.buffers.add_(0.5)
     kept = copies(hosts)
     hosts.snapshot_hosts(np.array([False, True, False]))
-    for slab in (hosts.host, hosts.seeds, hosts.gates):
-        slab.params.add_(1.0)
-        slab.buffers.add_(2.0)
-        for _, tensor in named_tensors(slab.optimizer):
+    for flat in (hosts.host, hosts.seeds, hosts.gates):
+        flat.params.add_(1.0)
+        flat.buffers.add_(2.0)
+        for _, tensor in named_tensors(flat.optimizer):
             tensor.fill_(3)
     moved = copies(hosts)
     stage = np.full((3, S), int(SeedStage.DORMANT))
@@ -304,14 +304,14 @@ def rows(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_the_gradient_of_a_leaf_arrives_in_the_slab_of_gradients():
+def test_the_gradient_of_a_leaf_arrives_in_the_rows_of_gradients():
     working = filled().begin(rows(3, 1), [6, 4])
     (working.leaves[0] * 2.0).sum().backward()
     (working.leaves[1] * 5.0).sum().backward()
     assert working.grad.tolist() == [[2.0] * 6, [5.0] * 4 + [0.0] * 2]
 
 
-def test_training_a_copy_changes_the_slab_when_it_is_finished_and_not_before():
+def test_training_a_copy_changes_the_rows_when_it_is_finished_and_not_before():
     flat = filled(ADAMW)
     before = tensors_of(flat)
     working = flat.begin(rows(3, 1), [3, 5])

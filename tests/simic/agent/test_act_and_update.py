@@ -125,8 +125,8 @@ def test_a_host_decides_the_same_whoever_stands_beside_it_and_whatever_happens_t
     for hosts, panics in worlds:
         client, place = sharp(hosts), hosts.index(7)
         make_engine(hosts).run(client, 1, panics)
-        slabs = client.buffer.slabs
-        decided.append({name: getattr(slabs, name)[place] for name in ("actions", "log_probs", "values")})
+        stored = client.buffer.rollout
+        decided.append({name: getattr(stored, name)[place] for name in ("actions", "log_probs", "values")})
     for other in decided[1:]:
         assert torch.equal(other["actions"], decided[0]["actions"])
         torch.testing.assert_close(other["log_probs"], decided[0]["log_probs"], atol=1e-5, rtol=0)
@@ -138,9 +138,9 @@ def test_values_are_the_same_to_the_bit_whatever_was_drawn(sharp, make_engine):
     one, another = sharp(), sharp()
     make_engine(HOSTS).run(one, 0, PANICS)
     make_engine(HOSTS).run(another, 1, PANICS)
-    assert not torch.equal(one.buffer.slabs.actions, another.buffer.slabs.actions)
-    assert torch.equal(one.buffer.slabs.values, another.buffer.slabs.values)
-    assert torch.equal(one.buffer.slabs.bootstrap_values, another.buffer.slabs.bootstrap_values)
+    assert not torch.equal(one.buffer.rollout.actions, another.buffer.rollout.actions)
+    assert torch.equal(one.buffer.rollout.values, another.buffer.rollout.values)
+    assert torch.equal(one.buffer.rollout.bootstrap_values, another.buffer.rollout.bootstrap_values)
 
 
 def test_values_of_an_update_are_the_same_to_the_bit_whatever_is_stored_as_decided(rolled_out):

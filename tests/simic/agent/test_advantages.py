@@ -137,7 +137,7 @@ def test_the_rollout_stays_as_it_is(dtype):
     assert all(torch.equal(x, copy) for x, copy in zip(rollout, copies, strict=True))
 
 
-def test_slabs_whose_time_axis_is_not_the_last_in_memory_give_the_same():
+def test_rewards_whose_time_axis_is_not_the_last_in_memory_give_the_same():
     rollout = random_rollout(5, 9, torch.float64)
     turned = [x.t().contiguous().t() for x in rollout]
     assert torch.equal(compute_gae(*turned, GAMMA, LAMBDA), compute_gae(*rollout, GAMMA, LAMBDA))

@@ -25,8 +25,8 @@ def learn(client):
 def test_a_bad_number_in_any_field_of_a_rollout_poisons_nothing_that_is_kept(make_client, make_engine, field, bad):
     client = make_client(HOSTS)
     make_engine(HOSTS).run(client, 0)
-    slab = getattr(client.buffer.slabs, field)
-    slab[2, 5 if field == "bootstrap_values" else 1] = bad
+    values = getattr(client.buffer.rollout, field)
+    values[2, 5 if field == "bootstrap_values" else 1] = bad
     before = [p.detach().clone() for p in client.agent.network.parameters()]
     metrics = learn(client)
     # every minibatch it reaches is left out and counted; raw features enter the statistics alone, and an infinite
@@ -52,21 +52,21 @@ def test_a_bad_number_in_any_field_of_a_rollout_poisons_nothing_that_is_kept(mak
 def test_one_update_on_every_op_gives_every_parameter_a_finite_gradient_that_is_not_zero(make_client, make_engine):
     client = make_client(HOSTS * 8, steps=12)
     make_engine(HOSTS * 8, 12).run(client, 0)
-    slabs, generator = client.buffer.slabs, torch.Generator().manual_seed(3)
+    stored, generator = client.buffer.rollout, torch.Generator().manual_seed(3)
     # everything is legal and decided evenly, whatever the toy world allows
-    slabs.legal.fill_(True)
-    slabs.has_gate.fill_(True)
-    slabs.blueprint_index.copy_(torch.randint(-1, 13, slabs.blueprint_index.shape, generator=generator))
-    slabs.states.copy_(torch.randn(slabs.states.shape, generator=generator))
-    even = tuple(even_logits(*slabs.valid.shape, num_slots=2))
-    uniforms = torch.rand(*slabs.valid.shape, NUM_HEADS, generator=generator)
-    drawn = sample_heads(even, slabs.legal, slabs.has_gate, client.agent.selectable, uniforms)
-    slabs.actions.copy_(drawn.actions)
-    slabs.effective_op.copy_(drawn.actions[..., Head.OP])
-    slabs.log_probs.copy_(drawn.log_prob)
-    slabs.forced.copy_(forced(slabs.legal))
-    slabs.rewards.copy_(torch.randn(slabs.rewards.shape, generator=generator))
-    assert slabs.effective_op.unique().tolist() == list(LifecycleOp)
+    stored.legal.fill_(True)
+    stored.has_gate.fill_(True)
+    stored.blueprint_index.copy_(torch.randint(-1, 13, stored.blueprint_index.shape, generator=generator))
+    stored.states.copy_(torch.randn(stored.states.shape, generator=generator))
+    even = tuple(even_logits(*stored.valid.shape, num_slots=2))
+    uniforms = torch.rand(*stored.valid.shape, NUM_HEADS, generator=generator)
+    drawn = sample_heads(even, stored.legal, stored.has_gate, client.agent.selectable, uniforms)
+    stored.actions.copy_(drawn.actions)
+    stored.effective_op.copy_(drawn.actions[..., Head.OP])
+    stored.log_probs.copy_(drawn.log_prob)
+    stored.forced.copy_(forced(stored.legal))
+    stored.rewards.copy_(torch.randn(stored.rewards.shape, generator=generator))
+    assert stored.effective_op.unique().tolist() == list(LifecycleOp)
     client.buffer.compute_advantages_and_returns()
     client.buffer.normalize_advantages()
     batch = client.buffer.sequences(torch.arange(len(HOSTS) * 8))

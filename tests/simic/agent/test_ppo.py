@@ -96,7 +96,7 @@ def first_group(update_index: int) -> set[int]:
 def test_a_minibatch_that_is_not_finite_changes_nothing(rolled_out):
     client = rolled_out()
     before, moments = weights(client), optimizer(client)
-    client.buffer.slabs.log_probs[:, 1] = float("nan")
+    client.buffer.rollout.log_probs[:, 1] = float("nan")
     metrics = learn(client)
     assert equal(weights(client), before)
     assert equal(optimizer(client), moments)
@@ -108,7 +108,7 @@ def test_a_minibatch_that_is_not_finite_changes_nothing(rolled_out):
 
 def test_a_poisoned_host_costs_only_its_own_minibatches(rolled_out):
     client = rolled_out()
-    client.buffer.slabs.log_probs[2, 1] = float("nan")
+    client.buffer.rollout.log_probs[2, 1] = float("nan")
     metrics = learn(client)
     assert metrics["nonfinite_minibatches"] == 4
     assert metrics["optimizer_steps"] == 4
@@ -120,7 +120,7 @@ def test_a_poisoned_host_costs_only_its_own_minibatches(rolled_out):
 def test_infinite_rewards_do_not_poison_the_statistics(rolled_out):
     client = rolled_out()
     before = weights(client)
-    client.buffer.slabs.rewards[0, 1] = float("inf")
+    client.buffer.rollout.rewards[0, 1] = float("inf")
     learn(client)
     assert equal(weights(client), before)
     assert not client.agent.returns.started
@@ -131,7 +131,7 @@ def test_three_updates_without_a_finite_minibatch_raise(rolled_out, make_engine)
 
     def poisoned_episode(episode):
         make_engine(HOSTS).run(client, episode)
-        client.buffer.slabs.log_probs[:, 1] = float("nan")
+        client.buffer.rollout.log_probs[:, 1] = float("nan")
 
     for episode in range(2):
         poisoned_episode(episode)
@@ -146,7 +146,7 @@ def test_one_finite_update_starts_the_count_anew(rolled_out, make_engine):
     for episode, poisoned in enumerate((True, True, False, True, True)):
         make_engine(HOSTS).run(client, episode)
         if poisoned:
-            client.buffer.slabs.log_probs[:, 1] = float("nan")
+            client.buffer.rollout.log_probs[:, 1] = float("nan")
         learn(client)
     assert client.agent.barren_updates == 2
 
@@ -178,13 +178,13 @@ def test_a_rollout_without_a_valid_step_teaches_nothing(make_client, make_engine
 
 def test_statistics_move_once_after_the_epochs_and_the_buffer_is_empty(rolled_out):
     client = rolled_out()
-    raw, valid = client.buffer.slabs.raw_states.clone(), client.buffer.slabs.valid.clone()
+    raw, valid = client.buffer.rollout.raw_states.clone(), client.buffer.rollout.valid.clone()
     learn(client)
     want = raw[valid].double().mean(0)[: len(HOST_FEATURES)]
     torch.testing.assert_close(client.agent.observations.host.mean, want)
     assert client.agent.returns.started
     assert client.buffer.num_steps == 0
-    assert not client.buffer.slabs.valid.any()
+    assert not client.buffer.rollout.valid.any()
 
 
 def test_an_update_reads_once(rolled_out, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_stored_action_outside_its_mask_is_named_in_the_one_read_of_the_update
     assert learn(client)["actions_outside_mask"] == 0.0
 
     client = rolled_out()
-    client.buffer.slabs.actions[1, 3, Head.OP] = int(LifecycleOp.FOSSILIZE)  # never legal in the toy world
+    client.buffer.rollout.actions[1, 3, Head.OP] = int(LifecycleOp.FOSSILIZE)  # never legal in the toy world
     metrics = learn(client, read=lambda x: reads.append(x) or x.tolist())
     assert metrics["actions_outside_mask"] == 1.0
     assert metrics["nonfinite_logits"] == 0.0
@@ -228,8 +228,10 @@ def test_a_stored_action_outside_its_mask_is_named_in_the_one_read_of_the_update
 
 def test_a_stored_action_outside_its_mask_is_named_where_no_loss_would_show_it(rolled_out):
     client = rolled_out()
-    assert client.buffer.slabs.forced[1, 2]  # only WAIT was legal, so the step is left out of policy and entropy losses
-    client.buffer.slabs.actions[1, 2, Head.OP] = int(LifecycleOp.GERMINATE)
+    assert client.buffer.rollout.forced[
+        1, 2
+    ]  # only WAIT was legal, so the step is left out of policy and entropy losses
+    client.buffer.rollout.actions[1, 2, Head.OP] = int(LifecycleOp.GERMINATE)
     metrics = learn(client)
     assert metrics["actions_outside_mask"] == 1.0
     assert metrics["nonfinite_minibatches"] == 0
@@ -250,7 +252,7 @@ def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, m
     client = rolled_out()
     for episode in range(3):
         make_engine(HOSTS).run(client, episode)
-        client.buffer.slabs.actions[:, 1, Head.OP] = int(LifecycleOp.FOSSILIZE)
+        client.buffer.rollout.actions[:, 1, Head.OP] = int(LifecycleOp.FOSSILIZE)
         if episode < 2:
             learn(client)
     with pytest.raises(TrainingError, match=r"gradient \(a stored action is outside its mask\)"):
@@ -262,11 +264,11 @@ def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, m
 
 def one_step_rows(client, rewards: torch.Tensor, values: torch.Tensor) -> None:
     """Every row of the buffer is an episode of its own, so that its return is its reward."""
-    slabs = client.buffer.slabs
-    slabs.valid.fill_(True)
-    slabs.terminal.fill_(True)
-    slabs.rewards.copy_(rewards.expand(4, 6))
-    slabs.values.copy_(values.expand(4, 6))
+    stored = client.buffer.rollout
+    stored.valid.fill_(True)
+    stored.terminal.fill_(True)
+    stored.rewards.copy_(rewards.expand(4, 6))
+    stored.values.copy_(values.expand(4, 6))
 
 
 def test_a_rollout_is_scaled_by_the_returns_of_those_before_it_and_the_first_by_its_own(rolled_out, make_engine):
@@ -311,15 +313,15 @@ def test_of_a_return_that_never_varies_nothing_can_be_explained(rolled_out):
 @pytest.mark.parametrize("took_effect", [False, True])
 def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alone(rolled_out, took_effect):
     client = rolled_out()
-    slabs, op = client.buffer.slabs, LifecycleOp.FOSSILIZE
-    slabs.valid.fill_(True)
-    slabs.forced.fill_(False)
-    slabs.legal.fill_(False)
-    slabs.legal[:, :, [LifecycleOp.WAIT, op]] = True
-    slabs.actions.copy_(torch.tensor(CANONICAL_ACTION))
-    slabs.actions[..., Head.OP], slabs.actions[..., Head.SLOT] = int(op), 1
-    slabs.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
-    slabs.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
+    stored, op = client.buffer.rollout, LifecycleOp.FOSSILIZE
+    stored.valid.fill_(True)
+    stored.forced.fill_(False)
+    stored.legal.fill_(False)
+    stored.legal[:, :, [LifecycleOp.WAIT, op]] = True
+    stored.actions.copy_(torch.tensor(CANONICAL_ACTION))
+    stored.actions[..., Head.OP], stored.actions[..., Head.SLOT] = int(op), 1
+    stored.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
+    stored.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
     x, _ = evaluate_minibatch(client.agent, client.buffer.sequences(torch.arange(4)))
     sums = loss_sums(x, 0.2, 0.2)
     (policy_loss(sums) + entropy_loss(sums)).backward()
@@ -335,7 +337,7 @@ def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alon
 
 def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(rolled_out, monkeypatch):
     client, seen = rolled_out(update_epochs=1, num_minibatches=2, lr=5e-3), []
-    client.buffer.slabs.valid[0, 1:] = False
+    client.buffer.rollout.valid[0, 1:] = False
     original = ppo.ratio_statistics
 
     def watched(sums):
@@ -364,10 +366,10 @@ def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_th
 
 def test_discount_and_decay_of_the_configuration_are_those_of_returns_and_advantages(rolled_out):
     client = rolled_out(gae_lambda=0.25)
-    slabs = client.buffer.slabs
+    stored = client.buffer.rollout
     one_step_rows(client, torch.ones(6), torch.ones(6))
-    slabs.terminal[:, :-1] = False
-    slabs.reset.fill_(False)
+    stored.terminal[:, :-1] = False
+    stored.reset.fill_(False)
     advantages, _ = client.buffer.compute_advantages_and_returns(torch.zeros(4, 6))
     # the last has -1, the one before 0.995 - 1 - 0.995 * 0.25
     assert advantages[0, -2:].tolist() == pytest.approx([-0.25375, -1.0])

@@ -17,27 +17,27 @@ def new_buffer(**changes) -> TamiyoRolloutBuffer:
     )
 
 
-def column(t: int, **changes) -> dict[str, torch.Tensor]:
-    """Distinct, reproducible numbers for one step of all hosts."""
+def column(t: int, n: int = N, **changes) -> dict[str, torch.Tensor]:
+    """Distinct, reproducible numbers for one step of n hosts."""
     g = torch.Generator().manual_seed(t)
 
     def flag(*shape):
-        return torch.rand(N, *shape, generator=g) < 0.5
+        return torch.rand(n, *shape, generator=g) < 0.5
 
     fields = {
-        "state": torch.randn(N, D, generator=g),
-        "raw_state": torch.randn(N, D, generator=g),
-        "blueprint_index": torch.randint(-1, 13, (N, S), generator=g),
-        "actions": torch.randint(0, 2, (N, 8), generator=g),
-        "effective_op": torch.randint(0, 6, (N,), generator=g),
-        "log_prob": -torch.rand(N, 8, generator=g),
-        "value": torch.randn(N, generator=g),
-        "reward": torch.randn(N, generator=g),
-        "bootstrap_value": torch.zeros(N),
-        "terminal": torch.zeros(N, dtype=torch.bool),
-        "truncated": torch.zeros(N, dtype=torch.bool),
-        "valid": torch.ones(N, dtype=torch.bool),
-        "reset": torch.zeros(N, dtype=torch.bool),
+        "states": torch.randn(n, D, generator=g),
+        "raw_states": torch.randn(n, D, generator=g),
+        "blueprint_index": torch.randint(-1, 13, (n, S), generator=g),
+        "actions": torch.randint(0, 2, (n, 8), generator=g),
+        "effective_op": torch.randint(0, 6, (n,), generator=g),
+        "log_probs": -torch.rand(n, 8, generator=g),
+        "values": torch.randn(n, generator=g),
+        "rewards": torch.randn(n, generator=g),
+        "bootstrap_values": torch.zeros(n),
+        "terminal": torch.zeros(n, dtype=torch.bool),
+        "truncated": torch.zeros(n, dtype=torch.bool),
+        "valid": torch.ones(n, dtype=torch.bool),
+        "reset": torch.zeros(n, dtype=torch.bool),
         "forced": flag(),
         "legal": flag(6, S),
         "has_gate": flag(S),
@@ -50,12 +50,14 @@ def only(host: int) -> torch.Tensor:
 
 
 def same(a: TamiyoRolloutBuffer, b: TamiyoRolloutBuffer) -> bool:
-    return all(torch.equal(x, y) for (_, x), (_, y) in zip(named_tensors(a.slabs), named_tensors(b.slabs), strict=True))
+    return all(
+        torch.equal(x, y) for (_, x), (_, y) in zip(named_tensors(a.rollout), named_tensors(b.rollout), strict=True)
+    )
 
 
 def put(buffer: TamiyoRolloutBuffer, t: int, **changes) -> None:
     """Write a step of all hosts as a client does."""
-    buffer.put(t, Transition(**column(t, **changes)))
+    buffer.put(t, Transition(**column(t, buffer.num_envs, **changes)))
     buffer.neutralize()
 
 
@@ -70,40 +72,39 @@ def roll_back(buffer: TamiyoRolloutBuffer, rows: list[tuple[int, int]], *, ends:
 PENALTY = torch.tensor([-10.0, -20.0, -30.0])
 
 
-def test_a_field_may_be_given_by_the_name_of_its_slab():
-    own, of_slab = new_buffer(), new_buffer()
-    fields = {name: values[0] for name, values in column(0).items()}
-    plural = {name if name in vars(own.slabs) else f"{name}s": entry for name, entry in fields.items()}
-    assert {"states", "raw_states", "log_probs", "values", "rewards"} <= plural.keys()
-    own.add(0, **fields)
-    of_slab.add(0, **plural)
-    assert same(own, of_slab)
-    with pytest.raises(TypeError, match="given twice"):
-        own.add(0, **fields, rewards=1.0)
-
-
-SCALARS = {
-    "log_prob": -0.5, "value": 0.25, "reward": -1.5, "bootstrap_value": 0.75, "effective_op": 3, "terminal": False,
-    "truncated": True, "valid": True, "reset": True, "forced": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("valid", [True, False])
-@pytest.mark.parametrize("given", [lambda x: x, torch.tensor], ids=["numbers of Python", "tensors without axes"])
-def test_a_row_of_scalars_is_added_without_a_single_read(given, valid):
-    buffer, fields = new_buffer(), {name: values[0] for name, values in column(0).items()}
-    scalars = {name: given(value) for name, value in (SCALARS | {"valid": valid}).items()}
+@pytest.mark.parametrize("given", [lambda x: x, torch.Tensor.item], ids=["tensors without axes", "numbers of Python"])
+def test_columns_and_rows_of_the_same_steps_give_the_same_rollout(given):
+    columns, rows = new_buffer(), new_buffer()
+    steps = [column(t, valid=~only(t % N), reset=only(1)) for t in range(T)]
     with CountedReads() as reads:
-        buffer.add(1, **fields | scalars)
+        for t, step in enumerate(steps):
+            columns.put(t, Transition(**step))
+    for step in steps:
+        for host in range(N):
+            row = {name: given(x[host]) if x[host].dim() == 0 else x[host] for name, x in step.items()}
+            rows.add(host, **{name.removesuffix("s") if name in ("values", "rewards", "log_probs") else name: x
+                              for name, x in row.items()})  # fmt: skip
     assert reads.number == 0
-    slabs, kept = buffer.slabs, int(valid)
-    assert slabs.log_probs[1, 0].tolist() == [-0.5 * kept] * 8
-    assert (slabs.values[1, 0], slabs.rewards[1, 0], slabs.bootstrap_values[1, 0]) == (
-        0.25 * kept, -1.5 * kept, 0.75 * kept,
-    )  # fmt: skip
-    assert slabs.effective_op[1, 0] == 3 * kept
-    flags = ("terminal", "truncated", "valid", "reset", "forced")
-    assert [bool(getattr(slabs, name)[1, 0]) for name in flags] == [False, valid, valid, True, valid]
+    for buffer in (columns, rows):
+        buffer.neutralize()
+    assert same(columns, rows)
+    assert columns.num_steps == rows.num_steps == T
+    with pytest.raises(IndexError, match="host 0 has its 5 steps already"):
+        rows.add(0, **{name: x[0] for name, x in steps[0].items()})
+
+
+def test_a_row_is_added_without_a_read_and_its_fields_are_checked():
+    buffer, row = new_buffer(), {name: x[0] for name, x in column(0).items()}
+    with CountedReads() as reads:
+        buffer.add(1, **row)
+        buffer.add(1, **{name: row[name] for name in row if name not in ("terminal", "valid", "forced")})
+    assert (reads.number, buffer.num_steps) == (0, 2)
+    assert buffer.rollout.valid.tolist() == [[False] * T, [True, True, False, False, False], [False] * T]
+    with pytest.raises(TypeError, match="rewrads are missing or unknown"):
+        buffer.add(0, **row, rewrad=0.0)
+    del row["actions"]
+    with pytest.raises(TypeError, match="actions are missing or unknown"):
+        buffer.add(0, **row)
 
 
 def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
@@ -125,25 +126,25 @@ def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
 def test_a_rollback_ends_the_last_row_with_the_penalty():
     buffer = new_buffer()
     for t in range(3):
-        put(buffer, t, truncated=~only(-1), bootstrap_value=torch.ones(N))
-    kept = buffer.slabs.rewards.clone()
+        put(buffer, t, truncated=~only(-1), bootstrap_values=torch.ones(N))
+    kept = buffer.rollout.rewards.clone()
     roll_back(buffer, [(1, 2)])
-    assert buffer.slabs.terminal.nonzero().tolist() == [[1, 2]]
-    assert not buffer.slabs.truncated[1, 2]
-    assert buffer.slabs.bootstrap_values[1, 2] == 0
-    assert buffer.slabs.rewards[1, 2] == -20
+    assert buffer.rollout.terminal.nonzero().tolist() == [[1, 2]]
+    assert not buffer.rollout.truncated[1, 2]
+    assert buffer.rollout.bootstrap_values[1, 2] == 0
+    assert buffer.rollout.rewards[1, 2] == -20
     kept[1, 2] = -20
-    assert torch.equal(buffer.slabs.rewards, kept)
-    assert buffer.slabs.truncated[0, 2]
+    assert torch.equal(buffer.rollout.rewards, kept)
+    assert buffer.rollout.truncated[0, 2]
 
 
 def rolled_back_one_by_one(buffer: TamiyoRolloutBuffer, mask: torch.Tensor, reward: torch.Tensor) -> None:
     """`roll_back` with `ends`, one row after another."""
-    slabs = buffer.slabs
+    stored = buffer.rollout
     for host, t in mask.nonzero().tolist():
-        if slabs.valid[host, t] and not slabs.terminal[host, t]:
-            slabs.rewards[host, t] = reward[host, t]
-            slabs.terminal[host, t], slabs.truncated[host, t], slabs.bootstrap_values[host, t] = True, False, 0.0
+        if stored.valid[host, t] and not stored.terminal[host, t]:
+            stored.rewards[host, t] = reward[host, t]
+            stored.terminal[host, t], stored.truncated[host, t], stored.bootstrap_values[host, t] = True, False, 0.0
 
 
 def test_rollbacks_that_are_marked_together_are_those_that_are_marked_one_by_one():
@@ -154,23 +155,23 @@ def test_rollbacks_that_are_marked_together_are_those_that_are_marked_one_by_one
         for t in range(T):
             valid, ends = torch.rand(N, generator=g) < 0.7, torch.rand(N, generator=g) < 0.3
             for buffer in (one_by_one, together):
-                put(buffer, t, valid=valid, terminal=ends, truncated=~ends, bootstrap_value=torch.ones(N))
+                put(buffer, t, valid=valid, terminal=ends, truncated=~ends, bootstrap_values=torch.ones(N))
         rolled_back_one_by_one(one_by_one, mask, penalty)
         together.roll_back(mask, penalty, ends=True)
         assert same(one_by_one, together)
-        num_marked += int((together.slabs.rewards == penalty).sum())
+        num_marked += int((together.rollout.rewards == penalty).sum())
     assert num_marked > 20
 
 
 def test_advantages_and_returns_of_stored_or_of_other_rewards():
     buffer = new_buffer(num_envs=1, max_steps=4, gae_lambda=0.98)
-    row = {name: x[0] for name, x in column(0).items()}
-    for r, v, end in zip([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], [False, False, False, True], strict=True):
-        buffer.add(0, **row | {"reward": r, "value": v, "truncated": end, "bootstrap_value": 0.6 * end})
+    for t, (r, v, end) in enumerate([(1, 0.5, False), (0, 0.4, False), (-1, 0.3, False), (2, 0.2, True)]):
+        scalars = {"rewards": r, "values": v, "truncated": end, "bootstrap_values": 0.6 * end}
+        put(buffer, t, **{name: torch.tensor([x]) for name, x in scalars.items()})
     want = torch.tensor([[1.974540, 1.104030, 1.236315, 2.397000]])
     advantages, returns = buffer.compute_advantages_and_returns()
     torch.testing.assert_close(advantages, want, atol=1e-6, rtol=0)
-    torch.testing.assert_close(returns, want + buffer.slabs.values)
+    torch.testing.assert_close(returns, want + buffer.rollout.values)
     advantages, _ = buffer.compute_advantages_and_returns(torch.zeros(1, 4))
     assert float(advantages[0, 3]) == pytest.approx(0.995 * 0.6 - 0.2)
 
@@ -190,7 +191,7 @@ def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_n
     # deltas 1, 3 and 8 of single steps: mean 4, deviation sqrt(26 / 3)
     buffer = new_buffer()
     rewards, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
-    put(buffer, 0, reward=rewards, value=torch.ones(N), terminal=ends)
+    put(buffer, 0, rewards=rewards, values=torch.ones(N), terminal=ends)
     buffer.compute_advantages_and_returns()
     normalized = buffer.normalize_advantages()
     batch = buffer.sequences(torch.arange(N))
@@ -206,8 +207,8 @@ def test_sequences_are_whole_rows_of_the_chosen_hosts():
     for t in range(T):
         put(buffer, t)
     batch = buffer.sequences(torch.tensor([2, 0]))
-    assert torch.equal(batch.states, buffer.slabs.states[[2, 0]])
-    assert torch.equal(batch.legal, buffer.slabs.legal[[2, 0]])
+    assert torch.equal(batch.states, buffer.rollout.states[[2, 0]])
+    assert torch.equal(batch.legal, buffer.rollout.legal[[2, 0]])
     assert batch.hidden0.h.shape == batch.hidden0.c.shape == (2, 2, H)
 
 
@@ -215,16 +216,6 @@ def test_overflow_is_an_index_error():
     buffer = new_buffer()
     with pytest.raises(IndexError, match="column 5"):
         buffer.put(T, Transition(**column(0)))
-    row = {name: values[0] for name, values in column(0).items()}
-    for _ in range(T):
-        buffer.add(0, **row)
-    with pytest.raises(IndexError, match="host 0"):
-        buffer.add(0, **row)
-
-
-def test_a_misspelled_field_is_named():
-    with pytest.raises(TypeError, match=r"rewrad.*did you mean 'reward'"):
-        new_buffer().add(0, **{name: values[0] for name, values in column(0).items()}, rewrad=0.0)
 
 
 def test_reset_makes_every_row_neutral_again():
@@ -236,35 +227,33 @@ def test_reset_makes_every_row_neutral_again():
     assert same(buffer, new_buffer())
     assert buffer.num_steps == 0
     roll_back(buffer, [(n, t) for n in range(N) for t in range(T)])
-    assert not buffer.slabs.terminal.any()
+    assert not buffer.rollout.terminal.any()
 
 
 def test_a_rollback_that_ends_nothing_exchanges_the_reward_of_the_row_before_it():
     buffer = new_buffer()
     for t in range(3):
         put(buffer, t, valid=~only(1) if t == 1 else ~only(-1))
-    kept = buffer.slabs.rewards.clone()
+    kept = buffer.rollout.rewards.clone()
     marked = torch.zeros(N, T, dtype=torch.bool)
     marked[1, :2] = True  # row 1 is not valid: a second rollback in a row finds nothing
     buffer.roll_back(marked, torch.full((N, T), -0.25), ends=False)
-    assert not buffer.slabs.terminal.any()
+    assert not buffer.rollout.terminal.any()
     kept[1, 0] = -0.25
-    assert torch.equal(buffer.slabs.rewards, kept)
+    assert torch.equal(buffer.rollout.rewards, kept)
 
 
 def test_the_end_of_an_episode_is_paid_to_the_last_valid_row_discounted_by_the_steps_between():
-    buffer, rewards = new_buffer(num_envs=4, gamma=0.5), torch.ones(N, T)
-    last_valid = [4, 3, 1, None]
+    buffer, last_valid = new_buffer(num_envs=4, gamma=0.5), [4, 3, 1, None]
     for t in range(T):
-        row = {name: value[0] for name, value in column(t).items()} | {"truncated": False, "terminal": False}
-        for n, last in enumerate(last_valid):
-            buffer.add(n, **row | {"reward": rewards[0, 0], "valid": last is not None and t <= last})
+        valid = torch.tensor([last is not None and t <= last for last in last_valid])
+        put(buffer, t, rewards=torch.ones(4), valid=valid)
     buffer.add_final_reward(torch.full((4,), 8.0), torch.full((4,), 5.0), torch.full((4,), -16.0))
     # in time: 8 in the place of 5; one step before the end 1/2 * (8 - 16), three before 1/8 * (8 - 16)
-    ends = [row[last] for row, last in zip(buffer.slabs.rewards.tolist(), last_valid, strict=True) if last is not None]
-    assert ends == [1 + 3, 1 - 4, 1 - 1]
-    assert buffer.slabs.rewards.sum() == sum(ends) + 4 + 3 + 1
-    assert buffer.slabs.terminal.nonzero().tolist() == [[0, 4], [1, 3], [2, 1]]
+    ends, rewards = [1 + 3, 1 - 4, 1 - 1], buffer.rollout.rewards
+    assert rewards[[0, 1, 2], last_valid[:3]].tolist() == ends
+    assert rewards.sum() == sum(ends) + 4 + 3 + 1
+    assert buffer.rollout.terminal.nonzero().tolist() == [[0, 4], [1, 3], [2, 1]]
 
 
 def test_a_half_filled_buffer_survives_a_restart():
@@ -275,7 +264,7 @@ def test_a_half_filled_buffer_survives_a_restart():
     for b in (buffer, other):
         roll_back(b, [(0, 2)])
         put(b, 3)
-        b.add(1, **{name: values[1] for name, values in column(4).items()})
+        put(b, 4)
     assert same(buffer, other)
     assert other.num_steps == 5
 

@@ -64,8 +64,8 @@ def test_below_a_fossil_every_parameter_of_host_and_seeds_gets_a_gradient(execut
     bench.train()  # the last layer of a gate or a seed may be zero at birth
     host, seeds = bench.host_params(), {slot: bench.seed_params(slot) for slot in SLOTS}
     gates = {slot: bench.gate_params(slot) for slot in SLOTS}
-    for slab in (bench.population.host, bench.population.seeds, bench.population.gates):
-        slab.optimizer.momentum.zero_()  # so that only the gradients of this pass move anything
+    for flat in (bench.population.host, bench.population.seeds, bench.population.gates):
+        flat.optimizer.momentum.zero_()  # so that only the gradients of this pass move anything
     bench.train()
     for name, before in host.items():
         if "running" not in name:  # without a gradient only the decay would act: a factor near 1
@@ -177,8 +177,8 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, limit, mon
 def test_measuring_changes_no_tensor_and_no_generator(executor):
     bench = grown_bench(executor)
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
-    slabs = [f"population.{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")]
-    assert before.keys() >= {*slabs}
+    flats = [f"population.{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")]
+    assert before.keys() >= {*flats}
     splits = [bench.data.split(name) for name in ("train", "val", "test")]
     data = [x.clone() for split in splits for x in (split.x, split.y)]
     # that of Python is no witness: the type checks of these tests draw from it
@@ -209,7 +209,7 @@ def test_measuring_does_not_change_the_training_that_follows(executor):
 def rows(bench: Bench, host: int) -> dict[str, torch.Tensor]:
     """Weights, buffers and optimizer state of the seed in r1c0 and its gate; copies."""
     row, both = bench.seed_row("r1c0", host), (("seed", bench.population.seeds), ("gate", bench.population.gates))
-    return {f"{part}.{name}": x[row].clone() for part, slab in both for name, x in slab.tensors().items()}
+    return {f"{part}.{name}": x[row].clone() for part, flat in both for name, x in flat.tensors().items()}
 
 
 @every_algorithm

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hindsight
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.presets import resolve
@@ -29,7 +30,7 @@ def played():
     """An episode in which each host grows its best blueprint by the best schedule."""
     config = resolve({"task": "null_permuted", "num_envs": HOSTS, "seed": SEED, "episode_length": E})
     engine = engine_of(config, None, CPU)
-    best = null.best_of_host(PERMUTED, SEED, torch.arange(HOSTS), EPISODE, min_health=0.7)
+    best = hindsight.best_of_host(PERMUTED, SEED, torch.arange(HOSTS), EPISODE, min_health=0.7)
     client = ToyClient(engine.spec)
     for row in null.best_schedule(E, M, SLOTS):
         client.actions[row.earliest - 1] = torch.tensor(row.action)
@@ -41,7 +42,7 @@ def played():
 
 def test_the_best_schedule_of_each_host_reaches_the_value_that_was_worked_out(played):
     _, _, stats, best = played
-    want = [null.best_schedule_value(E, M, SLOTS, quality) for quality in best.quality.tolist()]
+    want = [hindsight.best_schedule_value(E, M, SLOTS, quality) for quality in best.quality.tolist()]
     assert len(set(want)) > 1
     assert stats.committed_acc.tolist() == pytest.approx(want, abs=1e-4)
     assert stats.fossilized.tolist() == [SLOTS] * HOSTS

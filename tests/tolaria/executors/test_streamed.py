@@ -94,8 +94,8 @@ def test_momentum_lives_through_fossilization_and_ends_with_the_release():
     assert torch.equal(momentum[0], before)
     bench.set("r0c0", apply_structure=False, stage=int(S.PRUNED), alpha=0.0, has_gate=False)
     bench.executor.apply_structure(bench.structure(released=bench.marked("r0c0")))
-    for slab in (bench.population.seeds, bench.population.gates):
-        for name, tensor in slab.tensors().items():
+    for flat in (bench.population.seeds, bench.population.gates):
+        for name, tensor in flat.tensors().items():
             assert not tensor[0].any(), name
 
 

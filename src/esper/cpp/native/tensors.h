@@ -79,7 +79,7 @@ template <class T> void run_FILL(const Call<T>& c) {
         for (int lane = 0; lane < c.chunk.lanes; ++lane) c.p[0][r * c.chunk.stride + lane] = T(c.number[0]);
 }
 
-enum Combination { ADDED, SUBTRACTED, MULTIPLIED, DIVIDED, LARGER, SMALLER };
+enum Combination { ADDED, SUBTRACTED, MULTIPLIED, DIVIDED };
 
 // y = a op number[0] b, with the strides of y, a, b.
 template <class T> void run_COMBINE(const Call<T>& c) {
@@ -91,9 +91,7 @@ template <class T> void run_COMBINE(const Call<T>& c) {
             case ADDED: ESPER_EACH_LANE y[lane] = a[lane] + factor * b[lane]; return;
             case SUBTRACTED: ESPER_EACH_LANE y[lane] = a[lane] - factor * b[lane]; return;
             case MULTIPLIED: ESPER_EACH_LANE y[lane] = a[lane] * b[lane]; return;
-            case DIVIDED: ESPER_EACH_LANE y[lane] = a[lane] / b[lane]; return;
-            case LARGER: ESPER_EACH_LANE y[lane] = a[lane] > b[lane] || a[lane] != a[lane] ? a[lane] : b[lane]; return;
-            default: ESPER_EACH_LANE y[lane] = a[lane] < b[lane] || a[lane] != a[lane] ? a[lane] : b[lane];
+            default: ESPER_EACH_LANE y[lane] = a[lane] / b[lane];
         }
     });
 }

@@ -46,7 +46,7 @@ from esper.leyline.lifecycle import (
 )
 from esper.leyline.messages import GateReadings, SlotState
 from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import numbers, tensor_dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +275,3 @@ def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool
 def at_target(target: Int[Tensor, " N"], num_slots: int) -> Bool[Tensor, "N S"]:
     """One-hot of the target slot."""
     return target[:, None] == numbers(num_slots, target.device)
-
-
-@lru_cache(maxsize=64)
-def numbers(count: int, device: torch.device) -> Tensor:
-    """0 .. count - 1."""
-    return torch.arange(count, device=device)

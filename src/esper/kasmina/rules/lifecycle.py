@@ -23,7 +23,6 @@ from esper.kasmina.rules.conditions import (
     advance_active_seed,
     at_target,
     in_stages,
-    numbers,
     resolve_target_slot,
 )
 from esper.kasmina.rules.slot_fields import release, select, vacate
@@ -48,7 +47,7 @@ from esper.leyline.lifecycle import (
     SeedStage,
 )
 from esper.leyline.messages import GateReadings, HostState, SeedCosts, SlotState, Transitions
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
+from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass, where
 
 _MIN_STEEPNESS = 0.1
 

@@ -93,7 +93,7 @@ def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[
     assert isinstance(client, SimicClient)
     engine.reset(client, episode=0)
     engine.rollout(client)
-    steps, network = client.buffer.slabs, client.agent.network
+    steps, network = client.buffer.rollout, client.agent.network
 
     def policy(features: Tensor, blueprints: Tensor) -> tuple[Tensor, Tensor]:
         logits, value = network.unroll(features, blueprints, steps.hidden0, steps.reset)

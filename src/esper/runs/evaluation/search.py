@@ -39,7 +39,7 @@ from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, command
 from esper.leyline.files import replacing
 from esper.leyline.lifecycle import TEMPO_NAMES
-from esper.leyline.messages import EngineSpec, Observation, StoredStep
+from esper.leyline.messages import EngineSpec, Observation
 from esper.leyline.random import Stream, local_generator
 from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
@@ -516,26 +516,19 @@ _LEAST_HOSTS = 4
 
 
 @final
-class Watching:
-    """Waits, and keeps the features of the hosts in some steps."""
+class Watching(WaitOnly):
+    """Waits, and keeps the features of the hosts in some steps, which are no input of a decision."""
 
     def __init__(self, spec: EngineSpec, steps: Sequence[int]) -> None:
-        self._wait, self._steps = WaitOnly(spec), steps
+        super().__init__(spec)
+        self._steps = steps
         self.seen: dict[tuple[int, str], Tensor] = {}
-
-    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
-        """No memory: what was seen is not an input of a decision."""
-        return self._wait.begin(episode, hosts)
 
     def decide(self, obs: Observation, memory: NoMemory) -> Int[Tensor, "N 8"]:
         """WAIT."""
         if obs.t in self._steps:
             self.seen |= {(obs.t, name): read(obs).to(torch.float64) for name, read in FEATURES.items()}
-        return self._wait.decide(obs, memory)
-
-    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        """No memory."""
-        return self._wait.remember(memory, step)
+        return super().decide(obs, memory)
 
 
 def observed(

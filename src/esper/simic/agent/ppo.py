@@ -292,24 +292,24 @@ def run_ppo_updates(
     and all learn from the hosts of all. Raises TrainingError after three updates in a row without a finite minibatch.
     """
     ranks = ranks or Ranks(buffer.num_envs)
-    slabs = buffer.slabs
-    rewards_NT = _paired(slabs, config.group_size, ranks)
-    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
-    return_moments = masked_moments(accumulated_NT, slabs.valid, ranks)
+    rollout = buffer.rollout
+    rewards_NT = _paired(rollout, config.group_size, ranks)
+    accumulated_NT = discounted_returns(rewards_NT, rollout.terminal, rollout.truncated, rollout.valid, GAMMA)
+    return_moments = masked_moments(accumulated_NT, rollout.valid, ranks)
     scale = agent.returns.scale_with(return_moments)
     buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))
     normalized = buffer.normalize_advantages(config.advantage_std_floor, ranks)
 
-    weights = loss_weights(agent, config, slabs.rewards.device)
+    weights = loss_weights(agent, config, rollout.rewards.device)
     lr = learning_rate(config, agent.schedule_position, agent.total_updates)
     beta = agent.network.inverse_temperature.clone()
-    rows = [update_row(slabs, normalized, scale, weights, lr, beta, agent.selectable, ranks)]
+    rows = [update_row(rollout, normalized, scale, weights, lr, beta, agent.selectable, ranks)]
     if hidden is not None:
         rows.append(health_row(hidden, ranks))
     rows += _run_epochs(agent, buffer, config, weights, lr, ranks, update_index=update_index, run_seed=run_seed)
 
     agent.returns.update(return_moments)
-    agent.observations.update(slabs.raw_states, slabs.valid, ranks)
+    agent.observations.update(rollout.raw_states, rollout.valid, ranks)
     metrics = aggregate_ppo_metrics(rows, read)
     agent.schedule_position += int(metrics["optimizer_steps"] > 0)
     agent.network.inverse_temperature.fill_(inverse_temperature(config, agent.schedule_position, agent.total_updates))
@@ -324,11 +324,11 @@ def run_ppo_updates(
     return metrics
 
 
-def _paired(slabs: SequenceBatch, group_size: int, ranks: Ranks) -> Float[Tensor, "N T"]:
+def _paired(rollout: SequenceBatch, group_size: int, ranks: Ranks) -> Float[Tensor, "N T"]:
     """`paired_rewards` of the hosts of this rank; their copies may be on others."""
     if group_size == 1:
-        return slabs.rewards
-    everywhere = paired_rewards(ranks.all_hosts(slabs.rewards), ranks.all_hosts(slabs.valid), group_size)
+        return rollout.rewards
+    everywhere = paired_rewards(ranks.all_hosts(rollout.rewards), ranks.all_hosts(rollout.valid), group_size)
     return everywhere[ranks.hosts.start : ranks.hosts.stop]
 
 
@@ -389,7 +389,7 @@ def _run_epochs(
     run_seed: int,
 ) -> list[Tensor]:
     """All passes over the buffer; metric rows in the order of time."""
-    device, number = buffer.slabs.valid.device, min(config.num_minibatches, ranks.num_envs)
+    device, number = buffer.rollout.valid.device, min(config.num_minibatches, ranks.num_envs)
     stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
     for epoch in torch.arange(1, config.update_epochs + 1, device=device).unbind(0):
         t, results = 1 + len(rows) // (number + 1), list[MinibatchResult]()

@@ -52,7 +52,10 @@ class Split:
 
     def part(self, share: float) -> "Split":
         """A share of the examples, rounded up, evenly spaced among them."""
-        count = math.ceil(len(self) * share)
+        return self.spaced(math.ceil(len(self) * share))
+
+    def spaced(self, count: int) -> "Split":
+        """So many of the examples, at equal distances from the first on."""
         place = torch.arange(count, device=self.y.device) * len(self) // count
         return Split(self.x[place], self.y[place])
 

@@ -178,7 +178,7 @@ class Shakespeare:
                     f"{self.context + 1} (context + 1) there; use a longer text or a shorter context."
                 )
         train, val, test = (windows(part.astype(np.int16), self.context) for part in parts)
-        val = spread(val, self.val_windows)
+        val = val.spaced(min(len(val), self.val_windows or len(val)))
         identity = _identity(SHAKESPEARE, path, content, self.context, (len(train), len(val), len(test)))
         return Dataset(
             identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=ByteTokenizer()
@@ -216,7 +216,7 @@ class Stories:
         one_class = torch.zeros(n, dtype=torch.int64)
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
         test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
-        val = spread(val, self.val_windows)
+        val = val.spaced(min(len(val), self.val_windows or len(val)))
         identity = _identity(STORIES, path, content, self.context, (len(train), len(val), len(test)))
         identity |= {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
         return Dataset(
@@ -233,14 +233,6 @@ def windows(tokens: np.ndarray, context: int) -> Split:
     count = (len(tokens) - 1) // context
     text = torch.from_numpy(tokens)
     return Split(text[: count * context].view(count, context), text[1 : count * context + 1].view(count, context))
-
-
-def spread(split: Split, count: int | None) -> Split:
-    """At most `count` examples at equal distances from the first on; None for all."""
-    if count is None or count >= len(split):
-        return split
-    chosen = torch.arange(count) * len(split) // count
-    return Split(split.x[chosen], split.y[chosen])
 
 
 def padded_windows(texts: Iterable[Tokens], context: int, end: int, storage: np.dtype) -> Split:

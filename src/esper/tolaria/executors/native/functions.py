@@ -1,11 +1,9 @@
 """Rules of activation functions, softmax, extremes and variances, whose kernels are in functions.h."""
 
 import math
-from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final
-
-import torch
 
 from esper.tolaria.executors.native.lowering import (
     RULES,
@@ -16,10 +14,10 @@ from esper.tolaria.executors.native.lowering import (
 from esper.tolaria.executors.native.program import Operation, Rows
 from esper.tolaria.executors.native.rules import (
     affine,
+    axes_of,
     broadcast,
     cat,
-    mul,
-    slice_,
+    squeeze,
     total,
 )
 from esper.tolaria.executors.native.trace import aten
@@ -80,11 +78,6 @@ for _names, _function in {
     _register(_names, _function)
 
 
-@rule("relu6.default", "relu6_.default")
-def relu6(low: Lowering, x: Any) -> Value:
-    return activate(low, x, Function.HARDTANH, 0.0, 6.0)
-
-
 @rule("hardtanh.default", "hardtanh_.default")
 def hardtanh(low: Lowering, x: Any, least: float = -1.0, most: float = 1.0) -> Value:
     return activate(low, x, Function.HARDTANH, float(least), float(most))
@@ -98,11 +91,6 @@ def leaky_relu(low: Lowering, x: Any, slope: float = 0.01) -> Value:
 @rule("elu.default", "elu_.default")
 def elu(low: Lowering, x: Any, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Value:
     return activate(low, x, Function.ELU, float(alpha) * float(scale), float(scale), float(inner))
-
-
-@rule("selu.default", "selu_.default")
-def selu(low: Lowering, x: Any) -> Value:
-    return elu(low, x, 1.6732632423543772, 1.0507009873554805)
 
 
 @rule("celu.default", "celu_.default")
@@ -133,16 +121,6 @@ def clamp(low: Lowering, x: Any, least: float | None = None, most: float | None 
     return activate(low, x, Function.CLAMP, *bounds)
 
 
-@rule("clamp_min.default", "clamp_min_.default")
-def clamp_min(low: Lowering, x: Any, least: float) -> Value:
-    return clamp(low, x, least)
-
-
-@rule("clamp_max.default", "clamp_max_.default")
-def clamp_max(low: Lowering, x: Any, most: float) -> Value:
-    return clamp(low, x, None, most)
-
-
 @rule("pow.Tensor_Scalar", "pow_.Scalar")
 def power(low: Lowering, x: Any, exponent: float) -> Value:
     known = {
@@ -157,13 +135,6 @@ def power(low: Lowering, x: Any, exponent: float) -> Value:
         return power(low, power(low, x, 2), 2)
     sign = math.nan if exponent % 1 else -1.0 if exponent % 2 else 1.0
     return activate(low, x, Function.POWER, float(exponent), sign)
-
-
-@rule("glu.default")
-def glu(low: Lowering, x: Any, dim: int = -1) -> Value:
-    dim = dim % len(x.shape)
-    half = x.shape[dim] // 2
-    return mul(low, slice_(low, x, dim, 0, half), activate(low, slice_(low, x, dim, half, 2 * half), Function.SIGMOID))
 
 
 @rule("prelu.default")
@@ -184,7 +155,9 @@ def prelu(low: Lowering, x: Any, weight: Any) -> Value:
     return low.result(y, backward, x, w)
 
 
-def _softmax(low: Lowering, x: Any, dim: int, *, log: bool) -> Value:
+def softmax(low: Lowering, x: Any, dim: int, half_to_float: bool = False, *, log: bool = False) -> Value:
+    """Or its logarithm, along one axis."""
+    del half_to_float
     x = low.value(x)
     dim = dim % len(x.shape)
     if dim == x.axis:
@@ -200,18 +173,8 @@ def _softmax(low: Lowering, x: Any, dim: int, *, log: bool) -> Value:
     return low.result(y, backward, x)
 
 
-@rule("softmax.int", "_softmax.default")
-def softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
-    if dtype not in (None, False, torch.float32):
-        raise low.refuse(f"a softmax in {dtype}")
-    return _softmax(low, x, dim, log=False)
-
-
-@rule("log_softmax.int", "_log_softmax.default")
-def log_softmax(low: Lowering, x: Any, dim: int, dtype: Any = None) -> Value:
-    if dtype not in (None, False, torch.float32):
-        raise low.refuse(f"a softmax in {dtype}")
-    return _softmax(low, x, dim, log=True)
+rule("_softmax.default")(softmax)
+rule("_log_softmax.default")(partial(softmax, log=True))
 
 
 # -- extremes and other statistics -------------------------------------------------------------------------------------
@@ -224,15 +187,13 @@ _LARGEST, _SMALLEST, _LOG_SUM = range(3)
 def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first: bool = False) -> Value:
     """Over axes that follow each other."""
     x = low.value(x)
-    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    gone = sorted({d % len(x.shape) for d in every})
+    gone = axes_of(x, dim)
     if x.axis in gone:
         raise low.refuse("numbers of several examples as one")
     if any(x.dims[d] != 1 for d in range(gone[0], gone[-1] + 1) if d not in gone):
         raise low.refuse("extremes over axes that do not follow each other")
     sizes = tuple(math.prod(x.dims[a:b]) for a, b in ((0, gone[0]), (gone[0], gone[-1] + 1), (gone[-1] + 1, None)))
-    y = replace(x, rows=Rows(0, 0), shape=tuple(1 if d in gone else n for d, n in enumerate(x.shape)), needs=False)
-    y = replace(y, rows=low.rows(y.size))
+    y = low.like(x, tuple(1 if d in gone else n for d, n in enumerate(x.shape)))
     low.emit(Operation.REDUCE, x.rows, y.rows, sizes=sizes, flag=kind)
 
     def backward(g: Rows) -> None:
@@ -243,10 +204,7 @@ def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first:
         )
 
     found = low.result(y, backward, x)
-    if keepdim:
-        return found
-    shape = tuple(n for d, n in enumerate(y.shape) if d not in gone)
-    return low.view(found, shape, None if x.axis is None else x.axis - sum(d < x.axis for d in gone), x.outer)
+    return found if keepdim else low.value(squeeze(low, found, gone))
 
 
 @rule("amax.default")
@@ -300,11 +258,6 @@ def vector_norm(low: Lowering, x: Any, order: float = 2, dim: Any = None, keepdi
     return activate(low, total(low, activate(low, x, Function.SQUARE), dim, keepdim, mean=False), Function.ROOT)
 
 
-@rule("norm.ScalarOpt_dim", "norm.Scalar")
-def norm(low: Lowering, x: Any, order: float | None = 2, dim: Any = None, keepdim: bool = False) -> Value:
-    return vector_norm(low, x, 2 if order is None else order, dim, keepdim)
-
-
 def _var_mean(low: Lowering, x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Value, Value]:
     x = low.value(x)
     center = total(low, x, dim, True, mean=True)
@@ -325,25 +278,6 @@ def var(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = No
 @rule("std.correction")
 def std(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
     return activate(low, _var_mean(low, x, dim, correction, keepdim)[0], Function.ROOT)
-
-
-def _corrected(unbiased: bool) -> float:
-    return 1.0 if unbiased else 0.0
-
-
-@rule("var.dim")
-def var_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
-    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)[0]
-
-
-@rule("std.dim")
-def std_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Value:
-    return activate(low, var_dim(low, x, dim, unbiased, keepdim), Function.ROOT)
-
-
-@rule("var_mean.dim")
-def var_mean_dim(low: Lowering, x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> tuple[Value, Value]:
-    return _var_mean(low, x, dim, _corrected(unbiased), keepdim)
 
 
 @rule("var_mean.correction")

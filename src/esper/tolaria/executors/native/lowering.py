@@ -253,9 +253,10 @@ class Lowering:
             raise self.refuse("a tensor without numbers")
         return self.a.rows(count)
 
-    def like(self, x: Value) -> Value:
-        """New rows with the shape of another value."""
-        return replace(x, rows=self.rows(x.size), needs=False)
+    def like(self, x: Value, shape: Dims | None = None) -> Value:
+        """New rows with the shape of another value, or another one whose examples lie along the same axis."""
+        y = replace(x, shape=x.shape if shape is None else shape, needs=False)
+        return replace(y, rows=self.rows(y.size))
 
     def make(self, *features: int) -> Value:
         """New rows for values [BATCH, *features]."""
@@ -363,7 +364,7 @@ class Lowering:
         return found if found.shape == shape else self.view(found, shape, None)
 
 
-ADDED, SUBTRACTED, MULTIPLIED, DIVIDED, LARGER, SMALLER = range(6)
+ADDED, SUBTRACTED, MULTIPLIED, DIVIDED = range(4)
 """`flag` of COMBINE."""
 
 

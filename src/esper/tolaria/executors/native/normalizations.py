@@ -228,7 +228,6 @@ def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tup
 _BOUNDED = (aten.hardtanh.default, aten.hardtanh_.default)
 _SIMPLE: Final[dict[Any, _Simple]] = {
     **dict.fromkeys((aten.relu.default, aten.relu_.default), (Function.RELU, ())),
-    **dict.fromkeys((aten.relu6.default, aten.relu6_.default), (Function.HARDTANH, (0.0, 6.0))),
     **dict.fromkeys(_BOUNDED, (Function.HARDTANH, (-1.0, 1.0))),
     **dict.fromkeys((aten.silu.default, aten.silu_.default), (Function.SILU, ())),
     **dict.fromkeys((aten.hardswish.default, aten.hardswish_.default), (Function.HARDSWISH, ())),

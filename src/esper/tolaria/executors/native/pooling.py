@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from esper.tolaria.executors.native.lowering import (
@@ -16,9 +15,7 @@ from esper.tolaria.executors.native.lowering import (
 from esper.tolaria.executors.native.program import Operation, Rows
 from esper.tolaria.executors.native.rules import (
     cat,
-    permute,
     rearranged,
-    reshaped,
     slice_,
     total,
 )
@@ -42,8 +39,7 @@ def _planes(low: Lowering, x: Any, axes: int) -> Value:
 
 def _with_space(low: Lowering, x: Value, out: Sequence[int]) -> Value:
     """New rows with other sizes of the last axes."""
-    y = replace(x, rows=Rows(0, 0), shape=(*x.shape[: -len(out)], *out), needs=False)
-    return replace(y, rows=low.rows(y.size))
+    return low.like(x, (*x.shape[: -len(out)], *out))
 
 
 def _windows(x: Value, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
@@ -142,32 +138,6 @@ for _axes in (1, 2):
 # -- moving pixels -----------------------------------------------------------------------------------------------------
 
 
-@rule("pixel_shuffle.default")
-def pixel_shuffle(low: Lowering, x: Any, factor: int) -> Any:
-    x = _planes(low, x, 3)
-    batch, channels, height, width = x.shape
-    apart = low.value(reshaped(low, x, (batch, channels // factor**2, factor, factor, height, width)))
-    moved = permute(low, apart, [0, 1, 4, 2, 5, 3])
-    return reshaped(low, moved, (batch, channels // factor**2, height * factor, width * factor))
-
-
-@rule("pixel_unshuffle.default")
-def pixel_unshuffle(low: Lowering, x: Any, factor: int) -> Any:
-    x = _planes(low, x, 3)
-    batch, channels, height, width = x.shape
-    apart = low.value(reshaped(low, x, (batch, channels, height // factor, factor, width // factor, factor)))
-    moved = permute(low, apart, [0, 1, 3, 5, 2, 4])
-    return reshaped(low, moved, (batch, channels * factor**2, height // factor, width // factor))
-
-
-@rule("channel_shuffle.default", "native_channel_shuffle.default")
-def channel_shuffle(low: Lowering, x: Any, groups: int) -> Any:
-    x = _planes(low, x, 3)
-    batch, channels, *space = x.shape
-    apart = low.value(reshaped(low, x, (batch, groups, channels // groups, math.prod(space))))
-    return reshaped(low, permute(low, apart, [0, 2, 1, 3]), x.shape)
-
-
 @rule("flip.default")
 def flip(low: Lowering, x: Any, dims: Sequence[int]) -> Value:
     x = low.value(x)
@@ -206,8 +176,7 @@ def constant_pad(low: Lowering, x: Any, pads: Sequence[int], value: float = 0.0)
     shape = tuple(size + max(before, 0) + max(after, 0) for size, (before, after) in zip(x.shape, of, strict=True))
     if shape == x.shape:
         return low.value(x)
-    y = replace(x, rows=Rows(0, 0), shape=shape, needs=False)
-    y = replace(y, rows=low.rows(y.size))
+    y = low.like(x, shape)
     low.emit(Operation.FILL, y.rows, sizes=(y.size,), numbers=(float(value),))
     strides = strides_of(y.dims)
     into = sum(max(before, 0) * strides[d] for d, (before, _) in enumerate(of))
@@ -218,8 +187,7 @@ def _extended(low: Lowering, x: Value, dim: int, before: int, after: int, mode: 
     """Padded along one axis with numbers of its own."""
     size = x.dims[dim]
     shape = (*x.shape[:dim], size + before + after, *x.shape[dim + 1 :])
-    y = replace(x, rows=Rows(0, 0), shape=shape, needs=False)
-    y = replace(y, rows=low.rows(y.size))
+    y = low.like(x, shape)
     # (to, from, step, count): `count` places of y take those of x at some step
     parts = [(before, 0, 1, size)]
     if mode == "reflect":
@@ -232,15 +200,11 @@ def _extended(low: Lowering, x: Value, dim: int, before: int, after: int, mode: 
 
     def copy(rows: Rows, target: Rows, back: bool) -> None:
         for to, start, step, count in parts:
-            dims = (math.prod(x.dims[:dim]), count, inner)
-            of_x, of_y = (size * inner, step * inner, 1), (y.dims[dim] * inner, inner, 1)
-            if not count:
-                continue
-            at_x, at_y = start * inner, to * inner
-            if back:
-                low.emit(Operation.COPY, _from(rows, at_y), _from(target, at_x), sizes=loop(dims, of_x, of_y), flag=1)
-            else:
-                low.emit(Operation.COPY, _from(rows, at_x), _from(target, at_y), sizes=loop(dims, of_y, of_x))
+            ends = [(start * inner, (size * inner, step * inner, 1)), (to * inner, (y.dims[dim] * inner, inner, 1))]
+            if count:
+                (first, read), (into, written) = reversed(ends) if back else ends
+                sizes = loop((math.prod(x.dims[:dim]), count, inner), written, read)
+                low.emit(Operation.COPY, rows.after(first), target.after(into), sizes=sizes, flag=back)
 
     def backward(g: Rows) -> None:
         def write(grad: Rows) -> None:
@@ -251,10 +215,6 @@ def _extended(low: Lowering, x: Value, dim: int, before: int, after: int, mode: 
 
     copy(x.rows, y.rows, False)
     return low.result(y, backward, x)
-
-
-def _from(rows: Rows, begin: int) -> Rows:
-    return Rows(rows.first + begin, rows.size - begin)
 
 
 @rule("pad.default")

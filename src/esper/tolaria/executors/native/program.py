@@ -60,6 +60,10 @@ class Rows(NamedTuple):
     first: int
     size: int
 
+    def after(self, count: int) -> "Rows":
+        """All but the first `count`."""
+        return Rows(self.first + count, self.size - count)
+
 
 ROWS, LOCAL, NUMBERS, SCRATCH, NUM_WORKING = range(5)
 _HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD, Operation.BARRIER)

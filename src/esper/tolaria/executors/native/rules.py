@@ -62,18 +62,6 @@ def view(low: Lowering, x: Any, shape: Sequence[int]) -> Any:
     return reshaped(low, x, _sizes(math.prod(x.shape), shape))
 
 
-@rule("flatten.using_ints")
-def flatten(low: Lowering, x: Any, start: int = 0, end: int = -1) -> Any:
-    start, end = start % len(x.shape), end % len(x.shape)
-    return reshaped(low, x, (*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
-
-
-@rule("unflatten.int")
-def unflatten(low: Lowering, x: Any, dim: int, sizes: Sequence[int]) -> Any:
-    dim = dim % len(x.shape)
-    return reshaped(low, x, (*x.shape[:dim], *_sizes(x.shape[dim], sizes), *x.shape[dim + 1 :]))
-
-
 @rule("unsqueeze.default")
 def unsqueeze(low: Lowering, x: Any, dim: int) -> Any:
     dim = dim % (len(x.shape) + 1)
@@ -93,17 +81,13 @@ def squeeze(low: Lowering, x: Any, dims: int | Sequence[int] | None = None) -> A
     return reshaped(low, x, shape)
 
 
-def _from(rows: Rows, begin: int) -> Rows:
-    return Rows(rows.first + begin, rows.size - begin)
-
-
 def rearranged(low: Lowering, x: Value, y: Value, of_x: Sequence[int], of_y: Sequence[int], dims: Dims, first: int = 0,
                into: int = 0) -> Value:  # fmt: skip
     """A copy of the rows of `x` at strides `of_x` from row `first` on, to `y`; the backward pass copies them back."""
-    low.emit(Operation.COPY, _from(x.rows, first), _from(y.rows, into), sizes=loop(dims, of_y, of_x))
+    low.emit(Operation.COPY, x.rows.after(first), y.rows.after(into), sizes=loop(dims, of_y, of_x))
 
     def back(g: Rows, grad: Rows, *, adds: bool) -> None:
-        low.emit(Operation.COPY, _from(g, into), _from(grad, first), sizes=loop(dims, of_x, of_y), flag=adds)
+        low.emit(Operation.COPY, g.after(into), grad.after(first), sizes=loop(dims, of_x, of_y), flag=adds)
 
     def backward(g: Rows) -> None:
         if math.prod(dims) == x.size:
@@ -168,11 +152,6 @@ def select(low: Lowering, x: Any, dim: int, index: int) -> Any:
     return squeeze(low, slice_(low, x, dim, index, index + 1), dim)
 
 
-@rule("narrow.default")
-def narrow(low: Lowering, x: Any, dim: int, start: int, length: int) -> Any:
-    return slice_(low, x, dim, start, start + length)
-
-
 def _pieces(low: Lowering, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
     found, start = [], 0
     for size in sizes:
@@ -192,11 +171,6 @@ def split(low: Lowering, x: Any, size: int, dim: int = 0) -> list[Any]:
     return _pieces(low, x, [min(size, whole - start) for start in range(0, whole, size)], dim)
 
 
-@rule("chunk.default")
-def chunk(low: Lowering, x: Any, chunks: int, dim: int = 0) -> list[Any]:
-    return split(low, x, -(-x.shape[dim] // chunks), dim)
-
-
 @rule("unbind.int")
 def unbind(low: Lowering, x: Any, dim: int = 0) -> list[Any]:
     return [select(low, x, dim, k) for k in range(x.shape[dim])]
@@ -210,20 +184,19 @@ def cat(low: Lowering, tensors: Sequence[Any], dim: int = 0) -> Value:
     if any((x.axis, x.outer) != (first.axis, first.outer) for x in values) or dim == first.axis:
         raise low.refuse("tensors whose examples lie along other axes")
     shape = (*first.shape[:dim], sum(x.shape[dim] for x in values), *first.shape[dim + 1 :])
-    y = replace(first, rows=Rows(0, 0), shape=shape, needs=False)
-    y = replace(y, rows=low.rows(y.size))
+    y = low.like(first, shape)
     strides, parts, first_row = strides_of(y.dims), [], 0
     for x in values:
         whole = [stride if size > 1 else 0 for stride, size in zip(strides, x.dims, strict=True)]
         parts.append((x, first_row, strides_of(x.dims), whole))
-        low.emit(Operation.COPY, x.rows, _from(y.rows, first_row), sizes=loop(x.dims, whole, strides_of(x.dims)))
+        low.emit(Operation.COPY, x.rows, y.rows.after(first_row), sizes=loop(x.dims, whole, strides_of(x.dims)))
         first_row += x.shape[dim] * math.prod(y.dims[dim + 1 :])
 
     def backward(g: Rows) -> None:
         for x, begin, own, whole in parts:
             if x.needs:
                 grad = low.rows(x.size)
-                low.emit(Operation.COPY, _from(g, begin), grad, sizes=loop(x.dims, own, whole))
+                low.emit(Operation.COPY, g.after(begin), grad, sizes=loop(x.dims, own, whole))
                 low.give(x, grad)
 
     return low.result(y, backward, *values)
@@ -268,11 +241,6 @@ def expand(low: Lowering, x: Any, shape: Sequence[int], implicit: bool = False) 
     y = replace(y, rows=low.rows(math.prod(y.dims)))
     low.emit(Operation.COPY, base.rows, y.rows, sizes=loop(y.dims, strides_of(y.dims), strides_of(base.dims)))
     return low.result(y, lambda g: _reduce_to(low, base, g, y.dims), base)
-
-
-@rule("expand_as.default")
-def expand_as(low: Lowering, x: Any, other: Any) -> Value:
-    return expand(low, x, other.shape)
 
 
 @rule("contiguous.default", "clone.default", "alias.default", "lift_fresh_copy.default")
@@ -407,11 +375,6 @@ for _rule, _name, _more in ((add, "add", ()), (sub, "sub", ("subtract.Tensor",))
     rule(f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}_.Tensor", f"{_name}_.Scalar", *_more)(_rule)
 
 
-@rule("rsub.Scalar", "rsub.Tensor")
-def rsub(low: Lowering, a: Any, b: Any, alpha: float = 1) -> Value:
-    return sub(low, b, a, alpha=alpha)
-
-
 @rule("neg.default")
 def neg(low: Lowering, x: Any) -> Value:
     return affine(low, low.value(x), -1.0, NOTHING)
@@ -420,21 +383,23 @@ def neg(low: Lowering, x: Any) -> Value:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
+def axes_of(x: Value, dim: int | Sequence[int] | None) -> list[int]:
+    """The axes that an operation names, all if it names none."""
+    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return sorted({d % len(x.shape) for d in every})
+
+
 def total(low: Lowering, x: Any, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, mean: bool,
           dtype: torch.dtype | None = None) -> Value:  # fmt: skip
     """The sum or mean over some axes."""
     x = low.value(x)
     if dtype not in (None, torch.float32):
         raise low.refuse(f"a conversion to {dtype}")
-    every = range(len(x.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    gone = {d % len(x.shape) for d in every}
+    gone, dims = axes_of(x, dim), x.dims
     if x.axis in gone:
         raise low.refuse("a sum over the examples of a batch")
-    dims = x.dims
-    kept = tuple(1 if d in gone else size for d, size in enumerate(x.shape))
     factor = 1.0 / math.prod(dims[d] for d in gone) if mean else 1.0
-    y = replace(x, rows=Rows(0, 0), shape=kept, needs=False)
-    y = replace(y, rows=low.rows(y.size))
+    y = low.like(x, tuple(1 if d in gone else size for d, size in enumerate(x.shape)))
     strides, narrow = strides_of(dims), _broadcast_strides(y, dims)
     low.emit(Operation.SUM, x.rows, None, y.rows, sizes=loop(dims, narrow, strides, strides), flag=y.size,
              numbers=(factor,))  # fmt: skip
@@ -450,11 +415,7 @@ def total(low: Lowering, x: Any, dim: int | Sequence[int] | None = None, keepdim
         low.into(x, write)
 
     found = low.result(y, backward, x)
-    if keepdim:
-        return found
-    shape = tuple(size for d, size in enumerate(kept) if d not in gone)
-    axis = None if x.axis is None else x.axis - sum(d < x.axis for d in gone)
-    return low.view(found, shape, axis, x.outer)
+    return found if keepdim else low.value(squeeze(low, found, gone))
 
 
 rule("sum.dim_IntList", "sum.default")(partial(total, mean=False))

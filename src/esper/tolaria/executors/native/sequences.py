@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -416,17 +416,6 @@ def negated(low: Lowering, x: Any) -> Value:
     if not isinstance(x, Mask):
         raise low.refuse("a mask that is no comparison")
     return _compare(low, x, 0.0, 0)
-
-
-def _triangle(of: Callable[[Tensor, int], Tensor]) -> Callable[..., Value]:
-    def rule_of_triangle(low: Lowering, x: Any, diagonal: int = 0) -> Value:
-        return _select(low, of(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal), low.value(x), 0.0)
-
-    return rule_of_triangle
-
-
-rule("tril.default")(_triangle(torch.tril))
-rule("triu.default")(_triangle(torch.triu))
 
 
 @rule("full_like.default")

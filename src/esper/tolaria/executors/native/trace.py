@@ -15,11 +15,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.kasmina.parameters.dropout import Dropout
 from esper.kasmina.parameters.layout import FlatLayout, Template
 
+aten = torch.ops.aten
 BATCH: Final = 5
 """Examples of the batch that is traced."""
 
@@ -38,6 +40,22 @@ _HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 class NoRuleError(ValueError):
     """A module that cannot become a program; the message says which operation, and where."""
+
+
+_COMPOSED: Final = (
+    aten.chunk.default, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand_as.default,
+    aten.relu6.default, aten.relu6_.default, aten.selu.default, aten.selu_.default, aten.softmax.int,
+    aten.log_softmax.int, aten.var.dim, aten.std.dim, aten.var_mean.dim, aten.native_channel_shuffle.default,
+    aten.tensor_split.sections,
+)  # fmt: skip
+_WRITTEN_OUT: Final[dict[Any, Callable[..., Any]]] = {
+    **{operation: operation.decompose for operation in _COMPOSED},
+    **get_decompositions([
+        aten.rsub, aten.clamp_min, aten.clamp_min_, aten.clamp_max, aten.clamp_max_, aten.norm, aten.pixel_shuffle,
+        aten.pixel_unshuffle, aten.channel_shuffle, aten.glu, aten.tril, aten.triu,
+    ]),
+}  # fmt: skip
+"""Operations that PyTorch itself traces as others, which have rules."""
 
 
 def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False) -> fx.Graph:
@@ -69,7 +87,9 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
         row[~layout.padding_mask] = 0.5  # any value at which nothing is infinite
     try:
         with _dropout_as_operation():
-            module_of_graph = make_fx(run, pre_dispatch=True, record_stack_traces=lines)(*rows, x)
+            module_of_graph = make_fx(
+                run, decomposition_table=_WRITTEN_OUT, pre_dispatch=True, record_stack_traces=lines
+            )(*rows, x)
     except Exception as error:  # any error of the user's code, which PyTorch itself may run
         if "value out of a tracing tensor" in str(error):
             raise NoRuleError("it looks at values in Python, such as .item() or a condition on a tensor") from error
@@ -161,7 +181,6 @@ def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
 
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
-aten = torch.ops.aten
 RELU = (aten.relu.default, aten.relu_.default)
 ADD = (aten.add.Tensor, aten.add_.Tensor)
 FUSIONS: list[Callable[[fx.Graph], None]] = []

@@ -18,6 +18,7 @@ TORTURE = Path(__file__).parents[2] / "scripts" / "torture.py"
         "signals --tries 10 --seed 5",
         "inputs --tries 200 --seed 5",
         "settings --tries 15 --seed 5",
+        "values --tries 8 --seed 5",
     ],
 )
 def test_ill_treatment_loses_nothing_and_every_error_is_a_sentence(given):

@@ -99,7 +99,6 @@ class Record:
             return False
         for run in self._runs.values():
             run.read_on()
-        self._add_views()
         self._searched = False
         return True
 
@@ -235,7 +234,7 @@ class Record:
             selects = (
                 f"SELECT {quoted(name)} AS run, * FROM {run.schema}.{table.name}" for name, run in self._runs.items()
             )
-            self._database.execute(f"CREATE OR REPLACE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
+            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
     def _lock(self, follows: bool) -> None:
         """From here on the database reads the parts and nothing else, and these settings cannot be changed.

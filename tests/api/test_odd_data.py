@@ -93,6 +93,7 @@ WORKS = {
     "huge inputs": {"train": (1e30 * X, Y)},
     "a huge learning rate": {"lr": 1e6},
     "one step": {"episode_length": 1},
+    "a batch of a million": {"batch": 10**6},
     "two steps": {"episode_length": 2},
     "two steps and halving": {"episode_length": 2, "method": "halving"},
 }
@@ -106,7 +107,68 @@ def test_a_network_is_kept_and_measured_whatever_the_data(given, executor):
         assert 0.0 <= points <= 100.0
 
 
+@pytest.mark.parametrize("executor", ["streamed", "native"])
+def test_splits_that_share_their_inputs_have_their_own_labels(executor):
+    relabelled, copied = ({"val": (x, (Y + 1) % 3), "test": (x, (Y + 2) % 3)} for x in (X, X.clone()))
+    assert result(executor=executor, **relabelled) == result(executor=executor, **copied)
+
+
+class Words(nn.Module):
+    """Tokens [B, 6] below 5 -> logits [B, 6, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.mix(self.table(x))))
+
+
+TOKENS = torch.arange(600 * 6).view(600, 6) % 5
+LATE = torch.cat((TOKENS[:-1], TOKENS[-1:] + 95))  # beyond the examples that are tried whole
+CONSTANT = torch.cat((VAL[0], torch.ones(1, 6)))
+
+
+def normalized(x: Tensor) -> Tensor:
+    return (x - x.mean(dim=1, keepdim=True)) / x.std(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train": (LATE, TOKENS)}, "the network cannot process some examples of train: IndexError: index out of"),
+        ({"val": (TOKENS - 1, TOKENS)}, "the network cannot process some examples of val: IndexError"),
+        ({"train": (TOKENS, torch.full_like(TOKENS, -1))}, "train.y is -1 .padding. everywhere, expected tokens"),
+        ({"train": (TOKENS.numpy().astype(np.uint64) + np.uint64(2**63), TOKENS)}, r"holds numbers of 2\*\*63 or more"),
+        ({"batches_per_step": 10**9}, "step 1 reaches pass .*; an episode can make 4095"),
+    ],
+)
+def test_tokens_that_a_network_does_not_know_are_refused_in_a_sentence(given, message):
+    split = {"train": (TOKENS, TOKENS), "val": (TOKENS, TOKENS), "test": (TOKENS, TOKENS)}
+    with pytest.raises(EsperError, match=message) as caught:
+        esper.Task(Words, ["mix"], batch=16, **(split | given))
+    assert "\n" not in str(caught.value)
+
+
 REFUSED = {
+    "inputs of one value, normalized": (
+        {"train": (CONSTANT, torch.arange(21) % 3), "inputs": normalized},
+        r"what inputs= gives of train.x\[20\] is NaN or infinite",
+    ),
+    "an augmentation that divides by 0": (
+        {"augmentation": lambda x: x / 0},
+        "what augmentation= gives of train.x.0. is",
+    ),
+    "labels above int64": ({"train": (X, Y.numpy().astype(np.uint64) + np.uint64(2**63))}, r"2\*\*63 or more"),
+    "one target": ({"train": (X, torch.ones(64, 3) * 2)}, "the variance of the training targets is 0.0, expected"),
+    "huge targets": ({"train": (X, X[:, :3] * 1e30)}, "the variance of the training targets is .*; give .*scale them"),
+    "a huge loss": (
+        {"loss": lambda outputs, y: 1e30 * nn.functional.cross_entropy(outputs, y, reduction="none")},
+        "the blind loss is .*e.30; it must be finite and above 0.* above 1e.25, multiply the loss by a constant",
+    ),
+    "lists of arrays": ({"train": (list(X), list(Y))}, "join one array per example with np.stack or torch.stack"),
+    "long doubles": ({"train": (X.numpy().astype(np.longdouble), Y)}, r"ndarray of float128, .*\.astype\(np.float32\)"),
+    "complex arrays": ({"train": (X.numpy() + 1j, Y)}, r"convert it with np.stack\(\(z.real, z.imag\)"),
     "label below 0": ({"train": (X, Y - 1)}, r"train.y\[\d+\] is -1, expected 0..2; correct it"),
     "label above the classes": ({"train": (X, Y + 1)}, r"train.y\[\d+\] is 3, expected 0..2"),
     "huge label": ({"train": (X, Y + 10**12)}, r"is 100000000000\d, expected 0..2"),

@@ -26,11 +26,21 @@ from esper.kasmina.parameters.population import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
-from esper.leyline.structure import Structure, described
+from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
-from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, augmentation_of, from_arrays, stored
+from esper.tasks.datasets.arrays import (
+    Examples,
+    Stored,
+    StructuredInputs,
+    augmentation_of,
+    check_finite,
+    from_arrays,
+    stored,
+)
 from esper.tasks.losses import (
+    LEAST,
+    MOST,
     Classification,
     Custom,
     MeanSquaredError,
@@ -209,6 +219,8 @@ class Task:
         first = given["train"]
         prepare, example = _prepared(inputs, first)
         sample = inputs_of(prepare, first.x[:_EXAMPLES].clone())
+        if example is None:  # one of several tensors may be a mask of -inf
+            check_finite("what inputs= gives of train.x", sample)
         if not near(inputs_of(prepare, first.x[:1].clone()), sample[:1]):
             raise ConfigError(
                 "inputs= gives another input for an example when others are beside it, so that batches would change "
@@ -223,7 +235,10 @@ class Task:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1.")
         with seeded_generators(seed):  # the loss of guessing must be the same in every process
-            found = _outputs(network, sample, batch)
+            found = _outputs(network, "train", sample, batch)
+            for part, of in given.items():
+                if ends := _extremes(of):
+                    _outputs(network, part, inputs_of(prepare, of.x[ends]), batch)
             structures = _structure_of_outputs(network, sample[:2]), first.y_structure
         if structures != (None, None):
             if loss is None:
@@ -345,7 +360,9 @@ def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
     """Raise DataError if a second call with the same draws changes stored examples x [B, ...] in another way."""
     if augmentation is not None:
         drawn = augmentation.draw(0, torch.zeros(1, dtype=torch.int64), 0, 1, len(x))
-        if not torch.equal(augmentation(x[None], drawn), augmentation(x[None], drawn)):
+        changed = augmentation(x[None], drawn)
+        check_finite("what augmentation= gives of train.x", changed[0])
+        if not torch.equal(changed, augmentation(x[None], drawn)):
             raise DataError("augmentation= gives other examples in a second call with the same draws, so networks "
                             "would depend on each other; draw from the global generators alone.")  # fmt: skip
 
@@ -384,11 +401,24 @@ def _name(given: str | None, network: ModuleHost) -> str:
     return name
 
 
+def _extremes(of: Stored) -> list[int]:
+    """The examples with the smallest and the largest integers, such as a token that an embedding has no row for."""
+    tensors = flatten(of.x if of.x_structure is None else of.x_structure.unpack(of.x))[0]
+    rows = [x.reshape(len(x), -1) for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
+    return [int(row) for x in rows for row in (x.amin(dim=1).argmin(), x.amax(dim=1).argmax())]
+
+
 @torch.no_grad()
-def _outputs(network: nn.Module, x: Tensor, batch: int) -> Tensor:
-    """Outputs of a new network."""
+def _outputs(network: nn.Module, place: str, x: Tensor, batch: int) -> Tensor:
+    """Outputs of a new network; raises DataError if it cannot process some of these inputs."""
     network.eval()
-    return torch.cat([network(part, _no_seeds) for part in x.split(batch)])
+    try:
+        return torch.cat([network(part, _no_seeds) for part in x.split(batch)])
+    except Exception as error:  # any error of the user's code
+        raise DataError(
+            f"the network cannot process some examples of {place}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}; correct them, or the network, such as the size of its embedding."
+        ) from error
 
 
 @torch.no_grad()
@@ -440,7 +470,13 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
     shape = tuple(y.shape[1:])
     if y.is_floating_point():
         if shape == outputs:
-            return MeanSquaredError(variance=float(y.double().var(dim=0, correction=0).mean()))
+            variance = float(y.double().var(dim=0, correction=0).mean())
+            if not LEAST <= variance <= MOST:
+                raise DataError(
+                    f"the variance of the training targets is {variance}, expected {LEAST} to {MOST}; give targets "
+                    "that differ, and scale them: (y - y.mean(0)) / y.std(0)."
+                )
+            return MeanSquaredError(variance=variance)
     elif shape == () and len(outputs) == 1 and outputs[0] > 1:
         return Classification(outputs[0])
     elif len(shape) == 1 and len(outputs) == 2 and outputs[0] == shape[0]:

@@ -53,7 +53,7 @@ from esper.runs.state_file import read_state, write_state
 from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.choice import training_bounds
+from esper.tolaria.executors.choice import largest_batch, training_bounds
 from esper.tolaria.memory import available_bytes, predict
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
@@ -445,7 +445,7 @@ class Growth:
         trial, free = predict(self._engine.config, task, dataset, device), available_bytes(device)
         trial.require(1, free, "candidates")
         self._most = trial.most_hosts(free)
-        batch = (1 + BACKWARD) * task.batch_train * self._prices.flops(Architecture())
+        batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
         self._trial_seconds = trial.batch_seconds / batch
         self._stage, self._fixed, self._failed = 0, steps, 0
         self._asked, self._keep, self._measured = method, keep, 0

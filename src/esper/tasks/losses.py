@@ -22,6 +22,8 @@ from esper.leyline.structure import Structure
 PADDING = -1
 """Target of an example or token that does not count."""
 _LARGEST_EXPONENT = 700.0
+LEAST, MOST = 1e-25, 1e25
+"""Of the loss of guessing, so that float32 holds what is computed from it."""
 PerExample = Callable[[Tensor, Tensor], Tensor]
 """(outputs [B, ...], targets [B, ...]) -> one number per example [B]."""
 
@@ -173,10 +175,10 @@ class Custom:
     unit: str = "loss reduction"
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.blind_loss < math.inf:
+        if not LEAST <= self.blind_loss <= MOST:
             raise ConfigError(
                 f"the blind loss is {self.blind_loss}; it must be finite and above 0: give blind_loss, or add a "
-                "constant to the loss."
+                f"constant to the loss; below {LEAST} or above {MOST}, multiply the loss by a constant."
             )
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:

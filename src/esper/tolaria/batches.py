@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, word_rows
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import HostExamples
@@ -75,8 +75,6 @@ class SharedBatchIterator:
         if batch_size < 1:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
         self.data = dataset.split(split).to(device)
-        if len(self.data) == 0:
-            raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
         self.split: SplitName = split
         self._num_envs, self.batch_size, self._run_seed = num_envs, batch_size, run_seed
         self._shuffles = split == "train"
@@ -114,7 +112,7 @@ class SharedBatchIterator:
         first = (t - 1) * self._per_step
         last = first + self._count
         passes = range(first // size + 1, (last - 1) // size + 2)
-        _check_passes(passes[-1], t, size)
+        check_passes(passes[-1], t, size)
         orders = [permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number) for number in passes]
         skipped = first - (passes[0] - 1) * size
         ordered = orders[0] if len(orders) == 1 else torch.cat(orders, dim=1)
@@ -130,7 +128,7 @@ class SharedBatchIterator:
         number_Nn = place_Nn // size_N1 - first_N1
         there = torch.arange(most, device=hosts.device) < size_N1
         passes = 2 + (self._count - 1) // self._smallest
-        _check_passes(t * self._count // self._smallest + 1, t, self._smallest)
+        check_passes(t * self._count // self._smallest + 1, t, self._smallest)
         orders = []
         for number in range(passes):
             key = word_rows(
@@ -189,7 +187,7 @@ def batch_bounds(count: int, size: int, last: LastBatch) -> list[tuple[int, int]
     return list(zip(starts, [*starts[1:], count], strict=True))
 
 
-def _check_passes(number: int, t: int, size: int) -> None:
+def check_passes(number: int, t: int, size: int) -> None:
     """Raise ConfigError where so many passes over a split would reuse random numbers."""
     if number > MAX_EPISODE_LENGTH:
         raise ConfigError(

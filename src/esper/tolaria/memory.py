@@ -31,7 +31,7 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.choice import network_executor
+from esper.tolaria.executors.choice import largest_batch, network_executor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
@@ -107,10 +107,11 @@ def predict(
     Raises:
         ConfigError: the hosts cannot run as configured.
     """
+    task = replace(task, batch_train=largest_batch(task, dataset), batches_per_step=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
         single = replace(config, num_envs=1)
-        one, taken = network_executor(single, replace(task, batches_per_step=1), dataset, device)
+        one, taken = network_executor(single, task, dataset, device)
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)

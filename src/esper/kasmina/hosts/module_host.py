@@ -139,6 +139,8 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
         except Exception as error:  # any error of the user's code
             last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
             hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
+            if not x.is_floating_point():
+                hint += "integers stay integers, as tokens do: give floats, or inputs=lambda x: x.float(); "
             raise ConfigError(
                 f"{name} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
                 f"{str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "

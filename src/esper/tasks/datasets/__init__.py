@@ -191,9 +191,11 @@ class Dataset:
     tokenizer: Tokenizer | None = None
 
     def split(self, name: SplitName) -> Split:
-        """One of the three splits."""
-        splits: dict[SplitName, Split] = {"train": self.train, "val": self.val, "test": self.test}
-        return splits[name]
+        """One of the three splits; raises DataError if it is empty."""
+        found = {"train": self.train, "val": self.val, "test": self.test}[name]
+        if not len(found):
+            raise DataError(f"the {name} split of {self.identity.get('name')} is empty; expected examples.")
+        return found
 
     def as_inputs(self, x: Tensor) -> Tensor:
         """Inputs of a host for some stored examples, which stay as they are: `inputs` may edit what it gets."""

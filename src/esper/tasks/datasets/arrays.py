@@ -197,16 +197,18 @@ def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
         )
     x, y = (_tree(f"{place}.{field}", value, _tensor) for field, value in zip("xy", pair, strict=True))
     parts, targets = flatten(x)[0], flatten(y)[0]
+    lists = any(isinstance(part, list) and not _is_numbers(part) for part in pair)
+    out = " A list of arrays is several inputs; join one array per example with np.stack or torch.stack." * lists
     if any(values.dim() == 0 for values in (*parts, *targets)):
-        raise DataError(f"{place} has a single number as x or y, expected examples along the first axis.")
+        raise DataError(f"{place} has a single number as x or y, expected examples along the first axis.{out}")
     if len({len(values) for values in (*parts, *targets)}) > 1:
-        found = (" and ".join(str(len(values)) for values in tensors) for tensors in (parts, targets))
-        raise DataError("{}: x has {} examples but y has {}; they must be equally many.".format(place, *found))
+        found = (" and ".join(dict.fromkeys(str(len(values)) for values in tensors)) for tensors in (parts, targets))
+        raise DataError("{}: x has {} examples but y has {}; they must be equally many.{}".format(place, *found, out))
     if not parts or not targets or len(parts[0]) == 0:
         out = "" if place.endswith("train") else "; leave it out to split them off train"
         raise DataError(f"{place} is empty, expected examples{out}.")
-    _tree(f"{place}.x", x, _check_finite)
-    _tree(f"{place}.y", y, _check_finite)
+    _tree(f"{place}.x", x, check_finite)
+    _tree(f"{place}.y", y, check_finite)
     if isinstance(x, Tensor):
         x = _inputs(f"{place}.x", x, inputs)
     else:  # masks stay masks
@@ -344,8 +346,10 @@ def _tensor(place: str, value: object) -> Tensor:
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
         ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
-        if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
-            way = "np.unique(labels, return_inverse=True)[1] where it holds labels"
+        if isinstance(value, np.ndarray):
+            of_kind = dict.fromkeys("OSU", "np.unique(labels, return_inverse=True)[1] where it holds labels")
+            of_kind["c"] = "np.stack((z.real, z.imag), axis=1)"
+            way = of_kind.get(value.dtype.kind, ".astype(np.float32)")
         raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
         raise DataError(
@@ -356,7 +360,10 @@ def _tensor(place: str, value: object) -> Tensor:
     return value.to(torch.float32) if value.is_floating_point() else value
 
 
-def _check_finite(place: str, values: Tensor) -> None:
+def check_finite(place: str, values: Tensor) -> None:
+    """Raise DataError if a value [n, ...] is NaN or infinite, or too large for int64."""
+    if values.dtype is torch.uint64 and (values.view(torch.int64) < 0).any():
+        raise DataError(f"{place} holds numbers of 2**63 or more, which int64 does not hold; give smaller ones.")
     if values.is_floating_point() and not values.isfinite().all():
         bad = (~values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else ~values.isfinite()).nonzero().flatten()
         raise DataError(
@@ -393,6 +400,8 @@ def _numbers(place: str, y: Tensor, axes: int, least: int, beyond: int, words: s
             f"{place} holds {y.dtype} {list(y.shape)}, expected {words} as integers; convert or reshape it."
         )
     y = y.to(torch.int64)
+    if least == PADDING and (y == PADDING).all():
+        raise DataError(f"{place} is {PADDING} (padding) everywhere, expected tokens that count; correct the targets.")
     wrong = ((y < least) | (y >= beyond)).nonzero()
     if len(wrong):
         index, expected = tuple(wrong[0].tolist()), f"{least}..{beyond - 1}" + " (-1 is padding)" * (least == PADDING)

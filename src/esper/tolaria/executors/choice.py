@@ -15,7 +15,7 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.messages import host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.batches import batch_bounds
+from esper.tolaria.batches import batch_bounds, check_passes
 from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples
 from esper.tolaria.runtime import usable_cores
@@ -85,9 +85,17 @@ def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor
 
 
 def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
-    """`batch_bounds` of a step of training; raises ConfigError as it does."""
-    count = len(dataset.train) if task.batches_per_step is None else task.batches_per_step * task.batch_train
+    """`batch_bounds` of a step of training; raises ConfigError as it does, and for too many passes in a step."""
+    size = len(dataset.split("train"))
+    count = size if task.batches_per_step is None else task.batches_per_step * task.batch_train
+    check_passes(-(-count // size), 1, size)
     return batch_bounds(count, task.batch_train, task.last_batch)
+
+
+def largest_batch(task: TaskSpec, dataset: Dataset) -> int:
+    """Examples of a full batch of training: fewer than `batch_train` where a step has no more."""
+    start, stop = training_bounds(task, dataset)[0]
+    return stop - start
 
 
 def _host_data(

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
 from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import SeedCosts, SlotState
 from esper.leyline.objective import Objective, Scores
@@ -254,9 +254,7 @@ def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
 
     On the CPU, for the trials before a run. Raises DataError if there are none.
     """
-    split = dataset.train
-    if not len(split):
-        raise DataError(f"the train split of {dataset.identity.get('name')} is empty; expected examples.")
+    split = dataset.split("train")
     index = torch.arange(count, device=split.x.device) % len(split)
     return dataset.as_inputs(split.x[index]).to(_CPU), split.y[index].to(_CPU)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
-from esper.tasks.datasets import Inputs, SplitName
+from esper.tasks.datasets import Inputs, Split, SplitName
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
@@ -54,11 +54,11 @@ _CONVERTED = 2**26
 
 
 class Stored(NamedTuple):
-    """Inputs and labels of a split: float32, or bytes with a table; int64. `given`: the inputs before conversion."""
+    """Inputs and labels of a split: float32, or bytes with a table; int64. `given`: both before conversion."""
 
     x: Tensor
     y: Tensor
-    given: Tensor
+    given: Split
 
 
 @final
@@ -87,7 +87,7 @@ class NativeExecutor(NetworkExecutor):
         if type(inputs) is Pixels and data.dataset.train.x.dtype is torch.uint8:
             self._table = _values_of_bytes(inputs, example.shape[1])
         self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
-        self._stored: dict[tuple[int, int], Stored] = {}
+        self._stored: dict[tuple[int, int, int], Stored] = {}
 
     def intensity(self) -> float:
         """Multiplications for each number that is read or written, in training a host without seeds."""
@@ -192,14 +192,14 @@ class NativeExecutor(NetworkExecutor):
         )
         if not known or not data.x.is_contiguous():
             return None
-        key = data.x.data_ptr(), len(data)  # a step may measure a part of a split
+        key = data.x.data_ptr(), data.y.data_ptr(), len(data)  # splits may share inputs; a step may measure a part
         if key not in self._stored:
             x, y = data.x, data.y.long().contiguous()
             if self._table is None and x.dtype is not torch.float32:
                 if x.is_floating_point() or x.numel() > _CONVERTED:
                     return None
                 x = x.float()
-            self._stored[key] = Stored(x, y, data.x)
+            self._stored[key] = Stored(x, y, data)
         return self._stored[key]
 
     def _train_on_batches(

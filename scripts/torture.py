@@ -163,12 +163,17 @@ def run_result(run: Path) -> object:
 _TIMES = re.compile(r'"(seconds|update_seconds|started|minutes)": [0-9.eE+-]+')
 
 
-def files_result(folder: Path) -> object:
-    """The bytes of all files, without times."""
+def files_result(folder: Path, left: str) -> object:
+    """The bytes of all files that a command left in a folder, without times and the path of the folder.
+
+    A write that is killed leaves a hidden draft.
+    """
+    from esper.leyline.files import is_draft
+
     return {
-        str(path.relative_to(folder)): _TIMES.sub("", path.read_text(encoding="latin-1"))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix not in (".npz", ".png")
+        str(path.relative_to(folder)): _TIMES.sub("", path.read_text(encoding="latin-1").replace(str(folder), ""))
+        for path in sorted((folder / left).rglob("*"))
+        if path.is_file() and path.suffix not in (".npz", ".png") and not is_draft(path)
     }
 
 
@@ -191,7 +196,7 @@ def operations() -> dict[str, Operation]:
     """What writes files, by name."""
 
     def same(command: Callable[[Path], list[str]], left: str, *needs: str) -> Operation:
-        return Operation(command, command, lambda folder: files_result(folder / left), needs)
+        return Operation(command, command, lambda folder: files_result(folder, left), needs)
 
     return {
         **{task: Operation(lambda folder, task=task: train(task, folder / "run"),

@@ -42,6 +42,7 @@ MAY_CATCH_ALL = {
     "kasmina/parameters/stacking.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/parameters/population.py": "any error of a blueprint's passes is raised again with its name",
     "kasmina/hosts/module_host.py": "any error in building or running a user's network is raised again with the inputs",
+    "api/task.py": "any error of a user's network on its examples is raised again with the place of the data",
     "kasmina/hosts/weights.py": "a damaged file can raise anything, and so can a network that is copied",
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",

@@ -203,7 +203,7 @@ def test_a_state_with_a_stage_that_cannot_be_is_refused(stage):
     engine.step(client)
     state = engine.state_dict()
     state["control.slots.stage"][1, 0] = stage
-    with pytest.raises(CheckpointError, match=rf"slots have the stages \[{stage}\]"):
+    with pytest.raises(CheckpointError, match=rf"slots have the stage \[{stage}\]"):
         engine.load_state_dict(state, client)
 
 

@@ -189,6 +189,15 @@ def test_a_part_that_is_damaged_or_missing_is_named_and_the_rest_is_shown(
     assert [row["round"] for row in shown] == [n for n in range(1, ROUNDS + 1) if n != number]
 
 
+def test_a_part_that_cannot_be_read_later_is_named_and_the_query_is_not_blamed(copy: Path) -> None:
+    with open_record([copy]) as record:
+        part = part_of(copy / RECORD, "steps", 2)
+        part.write_bytes(b"")
+        with pytest.raises(QueryError, match=rf"^the record cannot be read .*{part.name}") as caught:
+            record.query("SELECT sum(val_acc) FROM steps")
+    assert "query is wrong" not in str(caught.value)
+
+
 def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -> None:
     part = part_of(copy / RECORD, "steps", 1)
     target = part.rename(tmp_path / "elsewhere.parquet")

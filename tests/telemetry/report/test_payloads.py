@@ -103,6 +103,17 @@ def test_a_file_of_several_tasks_has_a_verdict_for_each(tmp_path):
     ]  # fmt: skip
 
 
+def test_controllers_that_are_equal_are_in_the_order_of_their_names(tmp_path):
+    names = list("edbgafc")
+    record = ToyRecord()
+    record.add_run(path=str(tmp_path))
+    for name in names:
+        row = {"file": "evaluation.json", "task": "digits", "controller": name, "objective": 1.0}
+        record.add("evaluations", *({**row, "host": host} for host in range(300)))
+    (found,) = payload(record, "evaluation")
+    assert [row["controller"] for row in found["rows"]] == sorted(names)
+
+
 def test_each_task_has_the_newest_evaluation_of_a_run_and_names_the_older_ones(tmp_path):
     record = ToyRecord()
     record.add_run(path=str(tmp_path))  # of the task digits

@@ -214,6 +214,8 @@ class Record:
                 f"the query needs more than {MEMORY} of memory; select fewer rounds, hosts or columns."
             ) from error
         except duckdb.Error as error:
+            if any(str(part) in str(error) for run in self._runs.values() for part in run.parts):
+                raise QueryError(f"the record cannot be read ({_first_line(error)}); restore a backup.") from error
             raise QueryError(f"{_explained(error)} {self._known()}") from error
 
     def _find_anomalies(self) -> None:

@@ -232,14 +232,17 @@ _EVALUATION = (
         f"1.96 * stddev_samp(e.{name}) filter (e.host is not null) / sqrt(count(e.host)) as {name}_half"
         for name in _MEASURES
     )
-    + " from evaluations e group by e.run, e.file, e.task, e.controller order by e.run, objective desc"
+    + " from evaluations e group by e.run, e.file, e.task, e.controller"
+    " order by e.run, objective desc, e.file, e.controller"
 )
 """A row without host holds the means of all."""
 
 
 def importance(record: Record) -> dict[str, Payload]:
     """What each controller looks at, as `esper report` measured it; `why` there is nothing otherwise."""
-    return {row["run"]: _importance(Path(row["path"])) for row in record.query("select run, path from runs")}
+    return {
+        row["run"]: _importance(Path(row["path"])) for row in record.query("select run, path from runs order by run")
+    }
 
 
 def _importance(run: Path) -> Payload:
@@ -256,9 +259,9 @@ def anomalies(record: Record) -> Payload:
     kinds = record.query(
         "select run, kind, count(*) as times, max(round) as last_round, arg_max(message, (round, t)) as message, "
         "arg_max(advice, (round, t)) as advice from anomalies where kind <> 'objective_rises' "
-        "group by run, kind order by run, times desc"
+        "group by run, kind order by run, times desc, kind"
     )
-    newest = record.query("select * from anomalies order by run, round desc, t desc limit 100")
+    newest = record.query("select * from anomalies order by run, round desc, t desc, host, kind limit 100")
     return {"kinds": kinds, "newest": newest, "warnings": record.warnings}
 
 
@@ -359,7 +362,8 @@ select blueprint, count(*) as germinated, count(fossilized_t) as fossilized, cou
     avg(contribution) filter (fossilized_t is not null) as contribution,
     avg(params) filter (fossilized_t is not null) as params,
     avg(coalesce(fossilized_t, pruned_t) - germinated_t) as age
-from seeds where run = ? and round between ? and ? group by blueprint order by fossilized desc, germinated desc"""
+from seeds where run = ? and round between ? and ? group by blueprint
+order by fossilized desc, germinated desc, blueprint"""
 
 
 Coalition = frozenset[str]

@@ -323,7 +323,7 @@ def _episode(record: Record, where: tuple[str, int, int]) -> Payload:
         "decisions": rows("decisions"),
         "slot_rows": slots,
         "segments": segments(slots),
-        "seeds": rows("seeds", "germinated_t"),
+        "seeds": rows("seeds", "germinated_t, slot"),
         "rewards": [row for row in rows("rewards", "t, term") if row["value"]],
         "waterfalls": {t: parts for t, known in scores.items() if (parts := waterfall(known)) is not None},
     }

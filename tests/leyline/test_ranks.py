@@ -68,6 +68,11 @@ def test_more_ranks_than_blocks_are_refused():
         Ranks(8, 2, Group(size=3))
 
 
+def test_more_blocks_than_hosts_are_refused():
+    with pytest.raises(ConfigError, match=r"blocks is 9, but there are 8 hosts"):
+        Ranks(8, 9)
+
+
 def test_a_process_that_no_launcher_started_is_alone(monkeypatch):
     monkeypatch.setenv("RANK", "1")  # but no address
     monkeypatch.delenv("MASTER_ADDR", raising=False)

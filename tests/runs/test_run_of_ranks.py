@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from esper.cli import main
 from esper.runs.report import step_of_all
 from esper.runs.state_file import read_state, state_digest
 from esper.telemetry.record.reader import open_record
@@ -195,21 +197,32 @@ def test_ranks_whose_launcher_was_killed_end_with_a_sentence(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_with_other_settings_are_refused_in_one_paragraph(tmp_path):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("'--seed', rank", r"seed of rank 1.* is 1, that of rank 0 is 0; .*the same program, settings and data\."),
+        ("'--out', 'run' + rank", r"the ranks have --out run0, run1; give all of them the same\."),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_in_one_paragraph(tmp_path, monkeypatch, option, said):
+    monkeypatch.chdir(tmp_path)
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, sys\nfrom esper.cli import main\n"
-        "sys.exit(main(['train', *sys.argv[1:], '--seed', os.environ['RANK']]))\n"
+        "import os, sys\nfrom esper.cli import main\nrank = os.environ['RANK']\n"
+        f"sys.exit(main(['train', '--out', 'run', *sys.argv[1:], {option}]))\n"
     )
-    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), *NULL)
-    with running(*command, "--out", str(tmp_path / "run")) as process:
+    with running("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), *NULL) as process:
         _, err = process.communicate(timeout=100)
-    said = [line for line in err.splitlines() if line.startswith("esper: ")]
-    assert len(said) == 1
-    assert said[0].startswith("esper: seed of rank 1")
-    assert "is 1, that of rank 0 is 0; " in said[0]
-    assert said[0].endswith("all ranks of a run need the same program, settings and data.")
-    assert not (tmp_path / "run").exists()
+    (line,) = [line for line in err.splitlines() if line.startswith("esper: ")]
+    assert re.fullmatch(f"esper: {said}", line)
+    assert list(tmp_path.iterdir()) == [program]
+
+
+def test_work_of_one_process_is_not_done_by_each_rank(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["report", "run"]) == 2
+    assert capsys.readouterr().err == "esper: esper report works in one process; start it without torchrun.\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_f
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Mcp, Serve, mcp, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import EsperError, Stopped, in_a_sentence, read_in_a_shell
+from esper.leyline.errors import ConfigError, EsperError, Stopped, in_a_sentence, read_in_a_shell
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -37,6 +37,8 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "tasks": (Tasks, tasks),
 }
 """The options of each command, and what it does."""
+_OF_RANKS = ("train", "evaluate", "search")
+"""Commands whose work ranks can share."""
 _ABOUT = "Networks that grow while they train, and a controller that learns it (--version)"
 
 
@@ -90,6 +92,8 @@ def _run(given: list[str]) -> int:
                 finally:  # the names are listed below; in the line of usage they are wider than a terminal
                     print(shown.getvalue().replace(f"[-h] {{{','.join(COMMANDS)}}}", "COMMAND [-h]"), end="")
             options, run = COMMANDS[name]
+            if name not in _OF_RANKS and os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ:
+                raise ConfigError(f"esper {name} works in one process; start it without torchrun.")
             config = (tyro.conf.DisallowNone,)
             return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
     except EsperError as error:

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from esper.cli.launch import in_ranks
-from esper.cli.options import FilePath, Flag, Number, Plugins, Ranks, Text, optional, overrides, placeholder
+from esper.cli.options import (
+    FilePath,
+    Flag,
+    Number,
+    Plugins,
+    Ranks,
+    Text,
+    folder_of_all,
+    optional,
+    overrides,
+    placeholder,
+)
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, ranks_of_job
@@ -211,7 +222,7 @@ def _search(command: Search, config: "RunConfig", group: "Group") -> int:
     from esper.telemetry.progress import PassProgress
 
     budget = searching.default_budget(config) if command.budget is None else command.budget
-    folder = group.of_first(lambda: free_folder(config, "search") if command.out is None else command.out)
+    folder = folder_of_all(group, command.out, lambda: free_folder(config, "search"))
     console = RunConsole()
     if command.portfolio:
         if command.heuristic or command.num_envs is not None:

@@ -2,15 +2,18 @@
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
 from esper.leyline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from esper.leyline.ranks import Group
 
 EXIT_ERROR = 2
 EXIT_STOPPED = 130
@@ -48,6 +51,13 @@ def optional(needs: str, extra: str, instead: str) -> Iterator[None]:
         raise ConfigError(
             f"{needs}, and importing it failed ({error}); pip install 'esper-growth[{extra}]', or {instead}."
         ) from error
+
+
+def folder_of_all(group: "Group", given: Path | None, free: Callable[[], Path]) -> Path:
+    """The folder of what the ranks of a job write together: that of the first one, else a free one."""
+    if len(found := set(group.gathered(given))) > 1:
+        raise ConfigError(f"the ranks have --out {', '.join(sorted(map(str, found)))}; give all of them the same.")
+    return given or group.of_first(free)
 
 
 def names_first(options: type, arguments: Sequence[str]) -> list[str]:

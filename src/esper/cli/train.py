@@ -18,6 +18,7 @@ from esper.cli.options import (
     Plugins,
     Ranks,
     Text,
+    folder_of_all,
     joined,
     overrides,
     placeholder,
@@ -121,7 +122,7 @@ def train(command: Train) -> int:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
         with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
-            path = group.of_first(lambda: command.out or free_folder(config, config.preset))
+            path = folder_of_all(group, command.out, lambda: free_folder(config, config.preset))
             summary = runner.start(config, path, console)
     if summary is None:
         console.say(runner.stopped(path))
@@ -150,7 +151,7 @@ def _in_ranks(command: Train, ranks: int) -> int:
         config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
         require_free(path := command.out or free_folder(config, config.preset))
         out = () if command.out else ("--out", str(path))
-    blocks = min(config.blocks or ranks, config.num_envs)
+    blocks = config.blocks or min(ranks, config.num_envs)
     sharing.Ranks(config.num_envs, blocks, sharing.Group(size=ranks))  # refuses what does not fit
     return in_ranks(ranks, *out)
 

@@ -365,7 +365,7 @@ class Ranks:
         num_envs: N, of all ranks. blocks: B, from 1 to N. group: the processes.
 
     Raises:
-        ConfigError: more ranks than blocks.
+        ConfigError: more blocks than hosts, or more ranks than blocks.
     """
 
     num_envs: int
@@ -373,6 +373,10 @@ class Ranks:
     group: Group = ALONE
 
     def __post_init__(self) -> None:
+        if self.blocks > self.num_envs:
+            raise ConfigError(
+                f"blocks is {self.blocks}, but there are {self.num_envs} hosts, and a block needs one; set it lower."
+            )
         if self.group.size > self.blocks:
             more = "hosts" if self.blocks >= self.num_envs else "blocks"
             raise ConfigError(

@@ -150,7 +150,7 @@ def assemble(
         DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
             into its memory.
     """
-    config = replace(config, blocks=min(config.blocks or group().size, config.num_envs))
+    config = replace(config, blocks=config.blocks or min(group().size, config.num_envs))
     ranks = Ranks(config.num_envs, config.blocks, group())
     hosts = replace(config.engine(), num_envs=len(ranks.hosts), host_offset=ranks.hosts.start)
     dataset = dataset_of(config, device)

@@ -50,6 +50,41 @@ def test_the_prediction_is_within_a_fifth_of_the_peak(kind, hosts):
     assert found["predicted"] > 1.1 * found["process"], "the hosts must weigh something here"
 
 
+OF_POLICY = """
+import json, sys
+from esper.cli import main
+from esper.tolaria.memory import MemoryPrediction
+
+predicted = []
+MemoryPrediction.require = lambda self, hosts, *_: predicted.append(self.total(hosts))
+assert main(["train", *sys.argv[1:]]) == 0
+peak = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(json.dumps({"predicted": predicted[0], "peak": peak}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_predicted_memory_of_a_wide_policy_is_within_a_fifth_of_its_peak(tmp_path):
+    sizes = (
+        "--task",
+        "null",
+        "--num-envs",
+        "4",
+        "--episode-length",
+        "8",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "a"),
+    )
+    wide = ("--set", "ppo.feature_width=1024", "ppo.hidden_width=1024")
+    command = [sys.executable, "-c", OF_POLICY, *sizes, *wide]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["predicted"] / found["peak"] - 1.0) < 0.2, found
+
+
 TOY = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=False, threads=2)
 
 

@@ -130,7 +130,7 @@ class TamiyoRolloutBuffer:
         self._lengths = [t + 1] * self.num_envs
 
     @torch.no_grad()
-    def add(self, env_id: int, **fields: float | Tensor) -> None:
+    def add(self, env_id: int, **fields: int | float | Tensor) -> None:
         """Append a row to one host without a read, as `put` does; numbers may be Python's, and names singular (value).
 
         Raises:

@@ -165,7 +165,7 @@ def test_rollbacks_that_are_marked_together_are_those_that_are_marked_one_by_one
 
 def test_advantages_and_returns_of_stored_or_of_other_rewards():
     buffer = new_buffer(num_envs=1, max_steps=4, gae_lambda=0.98)
-    for t, (r, v, end) in enumerate([(1, 0.5, False), (0, 0.4, False), (-1, 0.3, False), (2, 0.2, True)]):
+    for t, (r, v, end) in enumerate([(1.0, 0.5, False), (0.0, 0.4, False), (-1.0, 0.3, False), (2.0, 0.2, True)]):
         scalars = {"rewards": r, "values": v, "truncated": end, "bootstrap_values": 0.6 * end}
         put(buffer, t, **{name: torch.tensor([x]) for name, x in scalars.items()})
     want = torch.tensor([[1.974540, 1.104030, 1.236315, 2.397000]])

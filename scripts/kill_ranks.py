@@ -22,7 +22,8 @@ from tempfile import TemporaryDirectory
 
 import tyro
 
-from esper.runs.state_file import read_state, state_digest
+from esper.leyline.tensor_dataclass import state_digest
+from esper.runs.state_file import read_state
 from esper.telemetry.record.reader import open_record
 
 

@@ -14,6 +14,7 @@ import tiny
 from esper.export.grown import Origin, state_of
 from esper.export.network import GrownNetwork, load
 from esper.leyline.errors import DataError, ExportError
+from esper.leyline.tensor_dataclass import state_digest
 from esper.tasks.datasets.images import Pixels
 from esper.tasks.datasets.text import TokenizerFile
 
@@ -100,20 +101,28 @@ def with_weights(change):
         weights = load_file(path)
         change(weights)
         text = (folder / "model.json").read_text()
-        save_file(weights, path, metadata={"description": text})
+        save_file(weights, path, metadata={"description": json.dumps([state_digest(weights), text])})
 
     return act
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (truncate, "model.safetensors is missing or damaged .*export the network again"),
+        (flip_a_bit, "belongs to another network than the model.json beside it, or one of them was edited or damaged"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing or damaged"),
         (lambda f: (f / "model.json").unlink(), "model.json cannot be read .*name a folder made by `esper export`"),
         (lambda f: (f / "model.json").write_text("{"), "is not JSON .*it was damaged; export the network again"),
-        (lambda f: changed(f, format=2), "has format 2, but this version reads format 4; export the network again"),
-        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 4"),
+        (lambda f: changed(f, format=2), "has format 2, but this version reads format 5; export the network again"),
+        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 5"),
         (lambda f: changed(f, "unit"), "the key 'unit' is missing"),
         (lambda f: changed(f, colour="red"), "the key 'colour' is unknown"),
         (lambda f: changed(f, flops="many"), "(?s)is damaged .*flops"),

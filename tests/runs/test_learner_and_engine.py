@@ -9,12 +9,11 @@ import torch
 
 import small_runs
 from esper.kasmina.rules.conditions import legal_ops
-from esper.leyline.tensor_dataclass import with_prefix
+from esper.leyline.tensor_dataclass import state_digest, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of, engine_of
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.state_file import state_digest
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
 from esper.simic.rewards import MODES

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
+from esper.leyline.tensor_dataclass import state_digest
 from esper.runs.report import step_of_all
-from esper.runs.state_file import read_state, state_digest
+from esper.runs.state_file import read_state
 from esper.telemetry.record.reader import open_record
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -12,10 +12,11 @@ import torch
 
 import tiny
 from esper.leyline.errors import CheckpointError
+from esper.leyline.tensor_dataclass import state_digest
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import run_shape
 from esper.runs.report import Cost
-from esper.runs.state_file import state_digest, write_state
+from esper.runs.state_file import write_state
 from esper.runs.training.checkpoint import Header, checkpoints, load, load_newest, require_same_shape, save, set_aside
 from esper.tasks.datasets.arrays import from_arrays
 from esper.tasks.losses import Classification

@@ -15,13 +15,14 @@ import small_runs
 import tiny
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
+from esper.leyline.tensor_dataclass import state_digest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
 from esper.runs.evaluation.outcomes import run_controller
 from esper.runs.evaluation.results import Outcome
-from esper.runs.state_file import read_state, state_digest
+from esper.runs.state_file import read_state
 from esper.runs.training import best_host
 from esper.runs.training.checkpoint import BEST, checkpoints, load
 from esper.tamiyo.baselines import BASELINES

@@ -137,7 +137,7 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
             own[name].copy_(value)
 
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, kw_only=True)

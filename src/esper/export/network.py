@@ -51,7 +51,7 @@ from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.objective import Objective
-from esper.leyline.tensor_dataclass import below
+from esper.leyline.tensor_dataclass import below, state_digest
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
 from esper.tasks.losses import of_split, perplexity
@@ -374,7 +374,7 @@ class GrownNetwork:
         try:
             with replacing_folder(folder) as target:
                 state = {name: x.detach().contiguous().clone() for name, x in state_of(self.module).items()}
-                (target / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
+                (target / WEIGHTS).write_bytes(serialized(state, metadata=_about(text, state)))
                 for name, content in {DESCRIPTION: text, **texts}.items():
                     (target / name).write_text(content, encoding="utf-8")
                 if self.tokenizer is not None:
@@ -528,16 +528,22 @@ def _described_host(description: Description, folder: Path) -> Host:
     return _host(spec, description.slots, description.example())
 
 
+def _about(description: str, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """What the file of weights says of itself: one key, because safetensors orders several at random."""
+    return {"description": json.dumps([state_digest(weights), description])}
+
+
 def _weights(path: Path, description: Description) -> dict[str, Tensor]:
     try:
         require_regular(path)
         with safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("description") != description.text():
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
+            if file.metadata() != _about(description.text(), weights):
                 raise ExportError(
-                    f"{path} belongs to another network than the {DESCRIPTION} beside it, or one of them was edited; "
-                    "restore both from one export."
+                    f"{path} belongs to another network than the {DESCRIPTION} beside it, or one of them was edited or "
+                    "damaged; restore both from one export."
                 )
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
+            return weights
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path} is missing or damaged ({error}); export the network again.") from error
 

@@ -5,6 +5,7 @@ with `==`, because tensors have no truth value.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, dataclass_transform
@@ -148,6 +149,16 @@ def check_same_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
                 f"expected {tuple(own.shape)} {own.dtype}; "
                 "load a checkpoint of a run with the same hosts, slots and network widths."
             )
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sorted by name."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def with_prefix(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:

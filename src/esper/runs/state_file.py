@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import draft_of, json_of, require_regular, sync
+from esper.leyline.tensor_dataclass import state_digest
 from esper.telemetry.run_directory import CHECKPOINTS, continuing
 
 
@@ -58,16 +58,6 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return about, state
-
-
-def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sorted by name."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _digest(text: str, state: Mapping[str, Tensor]) -> str:

@@ -29,7 +29,7 @@ from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
 from esper.leyline.files import read_bytes
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.tensor_dataclass import below
+from esper.leyline.tensor_dataclass import below, state_digest
 from esper.runs.assembly.clients import (
     PRETRAINED,
     baseline_of,
@@ -44,7 +44,6 @@ from esper.runs.assembly.values import plain
 from esper.runs.evaluation.results import COMMON, RACES, REFERENCE, SEARCHED, TRAINED
 from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
-from esper.runs.state_file import state_digest
 from esper.runs.training.checkpoint import BEST, checkpoints, load, load_newest
 from esper.simic.client import POLICY_PARTS, ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled

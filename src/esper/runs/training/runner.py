@@ -23,7 +23,7 @@ from esper.cpp.build import compiler
 from esper.leyline.errors import ConfigError, RankError, RunDirectoryError, option
 from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.ranks import Ranks, group, is_restarted
-from esper.leyline.tensor_dataclass import StateTree, below, rows_of, with_prefix
+from esper.leyline.tensor_dataclass import StateTree, below, rows_of, state_digest, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
@@ -33,7 +33,6 @@ from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
 from esper.runs.records import Records, about_run
 from esper.runs.report import Cost
-from esper.runs.state_file import state_digest
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
 from esper.runs.training.checkpoint import (

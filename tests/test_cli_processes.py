@@ -1,6 +1,7 @@
 """Commands as processes of their own, which remember nothing but what is on the disk."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -193,6 +194,14 @@ def test_a_full_disk_behind_the_output_is_said_in_a_sentence(command):
         )
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert process.stderr.startswith("esper: the output cannot be written (No space left on device)")
+
+
+def test_output_that_was_closed_is_said_and_errors_that_were_closed_are_not():
+    for closed, code in ((">&-", 2), ("2>&-", 0)):
+        shell = f"{shlex.join([*ESPER, 'tasks'])} {closed}"
+        process = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+        assert process.returncode == code
+    assert process.stdout.startswith("task ")
 
 
 def test_commands_do_not_wait_for_the_compiler():

@@ -39,6 +39,7 @@ MAY_CATCH_ALL = {
     "tasks/datasets/text.py": "the library raises plain exceptions, which become an error that names the file",
     "export/network.py": "the source of a user's class may fail in any way; the next kind of file is tried then",
     "export/checking.py": "so may what was written, when it runs; the reason is passed on",
+    "leyline/errors.py": "the text of an exception of the user may raise another",
     "kasmina/parameters/stacking.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/parameters/population.py": "any error of a blueprint's passes is raised again with its name",
     "kasmina/hosts/module_host.py": "any error in building or running a user's network is raised again with the inputs",

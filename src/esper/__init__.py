@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from esper.api.run import train_policy as train_policy
     from esper.api.task import Task as Task
     from esper.api.task import register_task as register_task
+    from esper.leyline.errors import ConfigError as ConfigError
+    from esper.leyline.errors import EsperError as EsperError
     from esper.runs.growth import Budget as Budget
     from esper.simic.rewards import register_reward as register_reward
     from esper.tamiyo.baselines import register_policy as register_policy
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     "Budget": "esper.runs.growth",
+    "ConfigError": "esper.leyline.errors",
+    "EsperError": "esper.leyline.errors",
     "Task": "esper.api.task",
     "train": "esper.api.run",
     "train_policy": "esper.api.run",

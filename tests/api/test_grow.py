@@ -235,7 +235,7 @@ def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
 
 def test_who_cannot_grow_is_refused(task, tmp_path):
     with pytest.raises(
-        RunDirectoryError, match="neither a run directory, nor a method, nor a baseline; did you mean 'heuristic'"
+        ConfigError, match="neither a run directory, nor a method, nor a baseline; did you mean 'heuristic'"
     ):
         grow(task, "heuristik")
     with pytest.raises(RunDirectoryError, match=r"has no config\.toml"):

@@ -26,6 +26,8 @@ def test_the_import_takes_no_time_and_no_torch():
 def test_every_name_is_there_and_others_are_not():
     names = {
         "Budget",
+        "ConfigError",
+        "EsperError",
         "Task",
         "train",
         "train_policy",

@@ -77,6 +77,26 @@ def test_numbers_are_the_same_in_every_form(given, expected):
     assert result(executor="native", **given) == expected
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(6, 8).double(), nn.Linear(8, 3)),
+            r"weights of torch\.float64: give model",
+        ),
+        (lambda: nn.Linear(6, 3).half(), r"floats are given as torch\.float32, but it has weights of torch\.float16"),
+    ],
+)
+def test_weights_of_other_floats_are_refused_with_the_way_out(make, said):
+    with pytest.raises(EsperError, match=said):
+        esper.Task(make, train=(X, Y), val=VAL, test=VAL, batch=16)
+
+
+def test_keys_of_inputs_are_names():
+    with pytest.raises(EsperError, match=r"train\.x has the key 1; a key must be a name"):
+        result(train=({1: X}, Y))
+
+
 def nan_once_trained(outputs: Tensor, y: Tensor) -> Tensor:
     """A loss that is NaN as soon as an output is large."""
     loss = nn.functional.cross_entropy(outputs, y, reduction="none")

@@ -226,7 +226,7 @@ WRONG = [
      "float32 [n, 2]} and targets {class: int64 [n], box: float32 [n, 2]}: KeyError: 'klass'"),
     (detector, {"loss": lambda out, y: out["box"]}, "the loss gives a result of shape (60, 2) for outputs {class"),
     (bert, {"train": ({"ids": TOKENS, "attention_mask": TOKENS}, CLASSES)}, "Bert cannot process inputs {ids: int64 "
-     "[n, 8], attention_mask: int64 [n, 8]}, which are like the example: Bert.forward() got an unexpected keyword"),
+     "[n, 8], attention_mask: int64 [n, 8]}, which are like the example: TypeError: Bert.forward() got an"),
     (towers, {"val": ((IMAGES, META[:, :4]), CLASSES)}, "val.x is (float32 [n, 1, 6, 6], float32 [n, 4]), but that of "
      "train is (float32 [n, 1, 6, 6], float32 [n, 5]); make them equal"),
     (towers, {"inputs": lambda of: (of[0].numpy(), of[1])}, "inputs gives a tuple with [0] and [1]; it must give"),

@@ -342,7 +342,7 @@ WRONG = [
     ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
     (
         {"model": Normed, "batch": 1},
-        "the network cannot be trained on a batch [1, 1, 6, 6]: Expected more than 1 value",
+        "the network cannot be trained on a batch [1, 1, 6, 6]: ValueError: Expected more",
     ),
     (
         {"model": Normed, "batch": 39, "last_batch": "keep"},

@@ -102,7 +102,7 @@ def test_a_run_of_a_registered_task_grows_it_by_its_settings(tmp_path, capfd):
     ("name", "said"),
     [
         ("mine.py:tsk", "'tsk' does not exist, expected an esper.Task; did you mean 'task'"),
-        ("mine.py:other", "'other' is a int, expected an esper.Task"),
+        ("mine.py:other", "'other' is of type int, expected an esper.Task"),
         ("yours.py:task", "there is no plugin"),
     ],
 )

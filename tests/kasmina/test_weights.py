@@ -195,8 +195,8 @@ def test_files_that_hold_no_weights_are_refused_with_the_way_out(tmp_path):
         (tmp_path / "pipe.pt", "is not a regular file; name a file of torch.save or safetensors"),
         (tmp_path, "is not a regular file"),
         (tmp_path / "none.pt", "none.pt does not exist"),
-        (written(tmp_path / "list.pt", [1, 2]), "is a list, expected names and tensors as of network.state_dict"),
-        (written(tmp_path / "numbers.pt", {"lr": 0.1}), "is a dict with 'lr', expected names and tensors"),
+        (written(tmp_path / "list.pt", [1, 2]), "is of type list, expected names and tensors as of network.state_dict"),
+        (written(tmp_path / "numbers.pt", {"lr": 0.1}), "is of type dict with 'lr', expected names and tensors"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             started(ResNet8, path)
@@ -218,7 +218,7 @@ MISFITS: list[tuple[object, str]] = [
     (without("head.bias"), r"load_state_dict\(weights, strict=False\) and give model=network"),
     ({**STATE, "head.bias": torch.full((10,), torch.nan)}, "'head.bias' of weights is NaN or infinite"),
     ({"model": STATE, "model_ema": STATE}, r"several networks, 'model', 'model_ema'; give one of them, e.g. weights="),
-    ({}, "weights is a dict, expected names and tensors"),
+    ({}, "weights is of type dict, expected names and tensors"),
 ]
 
 

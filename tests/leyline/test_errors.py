@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from esper.leyline.errors import ConfigError, OperatingSystemError, in_a_sentence, nearest
+from esper.leyline.errors import ConfigError, OperatingSystemError, in_a_sentence, in_words, nearest
 
 
 def test_a_name_that_is_nearly_right_is_suggested_before_all_that_are_known() -> None:
@@ -44,3 +44,13 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as raised, in_a_sentence():
         raise error
     assert raised.value is error
+
+
+def test_an_exception_in_words_is_one_line_and_never_fails_itself():
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    assert in_words(KeyError("x")) == "KeyError: 'x'"
+    assert in_words(ValueError("two\n lines.")) == "ValueError: two lines"
+    assert in_words(SilentError()) == "SilentError"

@@ -229,3 +229,13 @@ def test_a_file_system_without_locks_and_syncs_does_not_end_a_run(
     assert "the file system has no locks, so that nothing keeps a second process from writing" in said
     assert "the file system cannot sync files or folders" in said
     assert "(Function not implemented)" in said
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"format"'])
+def test_a_damaged_about_file_is_named_and_a_missing_one_is_of_another_version(tmp_path, text):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"has no about\.json, but this version reads runs of format"):
+        require_run(tmp_path)
+    (tmp_path / "about.json").write_text(text)
+    with pytest.raises(RunDirectoryError, match=r"about\.json is damaged; restore it from a backup"):
+        require_run(tmp_path)

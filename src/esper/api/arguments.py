@@ -83,7 +83,13 @@ def _expected(kind: Any) -> str:  # noqa: ANN401 -- any annotation
     if set(get_args(Examples)) <= set(get_args(kind)):
         words = "(x, y), a dictionary of arrays with 'labels', a data set or a DataLoader"
         return words + ", or None" * (type(None) in get_args(kind))
-    return re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    words = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
+    return re.sub(r"Callable\[.*\]", "a function", words)
+
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
 
 def _shown(value: object) -> str:

@@ -374,7 +374,7 @@ def _run_of(controller: Controller) -> Run | None:
         return None
     if isinstance(controller, str | Path):
         if not expanded(controller).exists():
-            raise RunDirectoryError(
+            raise ConfigError(
                 f"{controller} is neither a run directory, nor a method, nor a baseline; "
                 f"{nearest(str(controller), (*METHODS, *known.names()))}"
             )

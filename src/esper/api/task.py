@@ -23,7 +23,7 @@ from esper.kasmina.hosts.weights import Loaded, Model, Weights, started
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec, ScheduleName
 from esper.kasmina.parameters.population import check_smallest_batch
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError, DataError, in_words
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
@@ -416,8 +416,8 @@ def _outputs(network: nn.Module, place: str, x: Tensor, batch: int) -> Tensor:
         return torch.cat([network(part, _no_seeds) for part in x.split(batch)])
     except Exception as error:  # any error of the user's code
         raise DataError(
-            f"the network cannot process some examples of {place}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}; correct them, or the network, such as the size of its embedding."
+            f"the network cannot process some examples of {place}: {in_words(error)}; correct them, or the network, "
+            "such as the size of its embedding."
         ) from error
 
 

@@ -138,9 +138,9 @@ def _lasting_outputs() -> list[_Output]:
     outputs = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-            continue
+        if stream is None:  # closed: output is refused, and errors, which could not say so, are lost
+            closed = os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_WRONLY)
+            stream = open(closed, "w", closefd=False)  # noqa: SIM115
         outputs.append(_Output(stream.fileno(), "w", closefd=False))
         lines = stream.line_buffering or name == "stderr"
         flushing = {"line_buffering": lines, "write_through": stream.write_through}

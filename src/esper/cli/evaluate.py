@@ -18,7 +18,9 @@ from esper.cli.options import (
     Number,
     Plugins,
     Ranks,
+    Real,
     Text,
+    Whole,
     folder_of_all,
     optional,
     overrides,
@@ -55,9 +57,9 @@ class Evaluate:
     """Preset, if no run is given. (quickstart)"""
     reward: Text = None
     """Reward, if no run is given. (objective)"""
-    num_envs: Annotated[int, placeholder("N")] = 16
+    num_envs: Whole = 16
     """Hosts per controller and seed. (16)"""
-    flops_per_host: Annotated[float | None, placeholder("X")] = None
+    flops_per_host: Real = None
     """Compare all of them once more at this budget, e.g. 1e9, for training and measuring a host: each controller run as
     often as fits, validation keeps the best. (no such comparison; portfolio, halving, random_search and hill_climbing
     spend what the trained controller does, without a run three trainings of the plain host)"""

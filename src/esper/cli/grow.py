@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Text, joined, overrides, placeholder
+from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Real, Text, Whole, joined, overrides, placeholder
 from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole
 
@@ -30,9 +30,9 @@ class Grow:
     """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file."""
     method: Annotated[str, placeholder("NAME|RUN")] = "auto"
     """auto, plain, portfolio, halving or hill_climbing; or a controller: a run directory, or a baseline. (auto)"""
-    minutes: Annotated[float | None, placeholder("X")] = None
+    minutes: Real = None
     """Minutes that the growth may take. (no limit)"""
-    flops: Annotated[float | None, placeholder("X")] = None
+    flops: Real = None
     """FLOPs that it may cost, e.g. 1e15. (three trainings of the network alone)"""
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
@@ -43,11 +43,11 @@ class Grow:
         placeholder("NAME"),
     ] = ()
     """Another method that spends as many FLOPs afterwards, for comparison, such as plain; may be given again."""
-    best_of: Annotated[int, placeholder("N")] = 1
+    best_of: Whole = 1
     """Networks that a controller grows in parallel. (1)"""
     steps: Number = None
     """Control steps. (as the budget allows; of a controller as in its run, or set by the task)"""
-    seed: Annotated[int, placeholder("N")] = 0
+    seed: Whole = 0
     """Random seed of the networks and of the draws of a controller. (0)"""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (as in the run, or auto)"""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, EsperError
 
 if TYPE_CHECKING:
     from esper.leyline.ranks import Group
@@ -28,8 +28,29 @@ def placeholder(metavar: str) -> object:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
+def _parsed(kind: type[int] | type[float], words: str) -> object:
+    """A number on the command line, or a sentence: tyro makes a box of what it does not understand itself."""
+
+    def instance(found: list[str]) -> float:
+        try:
+            return kind(found[0])
+        except ValueError:
+            raise EsperError(f"found {found[0]!r} where {words} is expected.") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=instance,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 Text = Annotated[str | None, placeholder("NAME")]
-Number = Annotated[int | None, placeholder("N")]
+_WHOLE = _parsed(int, "a whole number, as in --rounds 12,")
+Number = Annotated[int | None, placeholder("N"), _WHOLE]
+Whole = Annotated[int, placeholder("N"), _WHOLE]
+Real = Annotated[float | None, placeholder("X"), _parsed(float, "a number, as in --minutes 2.5,")]
 Ranks = Annotated[
     int | None,
     placeholder("N"),
@@ -88,7 +109,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
         assignments: values of --set.
 
     Raises:
-        ConfigError: a malformed --set.
+        ConfigError: a malformed --set, or another value of a setting that is given already.
     """
     from esper.runs.assembly.run_config import RunConfig
     from esper.runs.assembly.values import nested
@@ -101,8 +122,12 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     if isinstance(given.get("task"), tuple):
         given["task"] = given["task"][-1]
     if "reward" in given:
-        given["reward"] = {"mode": given["reward"]}
-    return nested(given | dict(map(_assignment, assignments)))
+        given["reward.mode"] = given.pop("reward")
+    for name, value in map(_assignment, assignments):
+        if name in given and given[name] != value:
+            raise ConfigError(f"{name} is given as {given[name]!r} and as {value!r}; leave one of them out.")
+        given[name] = value
+    return nested(given)
 
 
 def _architecture(path: Path) -> list[str]:
@@ -122,7 +147,7 @@ def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:
 
 def _assignment(text: str) -> tuple[str, Any]:
     """Dotted name and value of NAME=VALUE."""
-    name, separator, value = text.partition("=")
+    name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not all(name.split(".")):
         raise ConfigError(f"--set {text!r} is not an assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
     try:

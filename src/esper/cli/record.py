@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, joined, optional, placeholder
+from esper.cli.options import (
+    EXIT_ERROR,
+    EXIT_STOPPED,
+    FilePath,
+    Flag,
+    Number,
+    Plugins,
+    Real,
+    joined,
+    optional,
+    placeholder,
+)
 from esper.leyline.errors import ConfigError, EsperError, QueryError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
@@ -149,7 +160,7 @@ class Query:
     """Print all rows as CSV."""
     json: Flag = False
     """Print all rows as JSON."""
-    timeout: Annotated[float | None, placeholder("SECONDS")] = None
+    timeout: Annotated[Real, placeholder("SECONDS")] = None
     """Seconds after which the query is ended. (no limit)"""
 
 

@@ -62,6 +62,15 @@ class Stopped(SystemExit, KeyboardInterrupt):
     """Work that Ctrl-C ended. Caught like KeyboardInterrupt, it ends a program with its sentence and no traceback."""
 
 
+def in_words(error: BaseException) -> str:
+    """Class and text of an exception in one line, of one that cannot give its text the class alone."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}".rstrip(": .")
+
+
 @contextmanager
 def in_a_sentence() -> Iterator[None]:
     """What the operating system refuses inside becomes an OperatingSystemError; a closed pipe does not."""
@@ -76,14 +85,15 @@ def in_a_sentence() -> Iterator[None]:
             "permissions there, or name another."
         ) from error
     except (MemoryError, RuntimeError, ValueError) as error:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        said = in_words(error)
+        if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
             raise OperatingSystemError(
                 f"there is not enough memory ({str(error).partition(chr(10))[0] or type(error).__name__}); use fewer "
                 "hosts, smaller batches or a smaller network."
             ) from error
         if isinstance(error, RecursionError):
             raise OperatingSystemError("a file, a network or another value is nested too deeply.") from error
-        if isinstance(error, UnicodeEncodeError) or "null byte" in str(error) or "null character" in str(error):
+        if isinstance(error, UnicodeEncodeError) or "null byte" in said or "null character" in said:
             raise OperatingSystemError(f"a path or a text has a character that is not allowed: {error}.") from error
         raise
 

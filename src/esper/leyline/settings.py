@@ -66,6 +66,8 @@ def first_problem(error: ValidationError, table: str = "") -> str:
     wish = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(" after validation")[0]
     for long, short in _SHORT.items():
         wish = wish.replace(long, short)
+    if isinstance(problem["input"], float) and math.isnan(problem["input"]):
+        wish = "a number"
     found = problem["input"] if isinstance(problem["input"], float) else json.dumps(problem["input"], default=repr)
     return f"{name} is {found}; it must be {_KINDS.get(problem['type'], wish)}."
 
@@ -78,6 +80,8 @@ _KINDS = {
     "model_attributes_type": "an object",
     "list_type": "a list",
     "int_type": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": 'text in quotation marks, such as "cpu"',

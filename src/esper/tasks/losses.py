@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.objective import Objective, Scores
 from esper.leyline.settings import AtLeast2, Decay, Positive, check_fields
 from esper.leyline.structure import Structure
@@ -256,8 +256,8 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
     try:
         found = function(outputs, targets)
     except Exception as error:  # any error of the user's code
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {said}") from error
+        where = _words(function, outputs, targets)
+        raise ConfigError(f"the {name} fails on {where}: {in_words(error)}") from error
     if (outputs._version, targets._version) != versions:
         raise ConfigError(
             f"the {name} edits its {'targets' if outputs._version == versions[0] else 'outputs'} in place, which are "

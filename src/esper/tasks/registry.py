@@ -148,8 +148,8 @@ def registered(task: TaskSpec) -> Iterator[None]:
 def task_by_name(name: str) -> TaskSpec:
     """The registered task; raises RegistryError with the nearest name if there is none."""
     if name not in _TASKS:
-        in_file = "; a task in a file is named FILE.py:NAME" * (".py" in name or ":" in name)
-        raise RegistryError(f"unknown task {name!r}; {nearest(name, _TASKS)}{in_file}")
+        in_file = "a task in a file is named FILE.py:NAME; " * (".py" in name or ":" in name)
+        raise RegistryError(f"unknown task {name!r}; {in_file}{nearest(name, _TASKS)}")
     return _TASKS[name]
 
 

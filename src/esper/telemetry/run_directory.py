@@ -325,10 +325,13 @@ def is_run(path: Path) -> bool:
 def require_run(path: Path) -> None:
     """Raise RunDirectoryError unless `path` holds a run that this version can read."""
     if not (path / CONFIG).is_file():
-        found = "has no config.toml" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
+        has = "has a config.toml that is no file" if mode_of(path / CONFIG) else "has no config.toml"
+        found = has if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
     about = about_of(path)
     if (number := about.get("format")) != FORMAT:
+        if not number and mode_of(path / ABOUT):
+            raise RunDirectoryError(f"{path / ABOUT} is damaged; restore it from a backup.")
         written = f"was written in format {number} by esper {about.get('version')}" if number else f"has no {ABOUT}"
         again = command("train", "--config", path / CONFIG, "--out", "NEW", plugins=plugins_of(path))
         raise RunDirectoryError(

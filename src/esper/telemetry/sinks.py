@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.errors import ConfigError, RegistryError, in_words, nearest
 from esper.leyline.files import read_text, read_toml
 from esper.leyline.messages import ClosingSink, Sink
 from esper.telemetry.progress import warn
@@ -214,7 +214,7 @@ def _close(receiver: _Receiver, sink: Sink) -> None:
 
 def _failed(error: Exception) -> str:
     """An exception in one line, e.g. "failed: OSError: no space left"."""
-    return "failed: " + " ".join(f"{type(error).__name__}: {error}".rstrip(": .").split())
+    return "failed: " + in_words(error)
 
 
 def _give_up(receiver: _Receiver, why: str) -> None:

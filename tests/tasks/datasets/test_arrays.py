@@ -127,7 +127,7 @@ BAD = [
     ((X.long(), Y), {"objective": NextToken(29)}, r"mine.train.y holds torch.int64 \[30\], expected tokens \[n, T\]"),
     ((X, torch.tensor(float("nan")).expand(30)), {"objective": MeanSquaredError(1.0)}, r"mine.train.y\[0\] is NaN"),
     (images_of(8, 8, 9), {}, r"mine.train\[2\].x has the shape \[3, 9, 9\], but the first one has \[3, 8, 8\]"),
-    ([(X[0], 0), X[1]], {}, r"mine.train\[1\] is a Tensor, expected a pair \(x, y\)"),
+    ([(X[0], 0), X[1]], {}, r"mine.train\[1\] is of type Tensor, expected a pair \(x, y\)"),
     ([("a picture", 0)], {}, r"mine.train\[0\].x is of type str, expected a tensor, an array or a number; convert it"),
     ((torch.tensor(1.0), Y), {}, "mine.train has a single number as x or y"),
     ((np.zeros(30, np.longdouble), Y), {}, "mine.train.x is of type ndarray of float"),

@@ -101,6 +101,12 @@ def test_tables_have_their_rows_and_one_table_has_units_and_meanings(runs):
         assert "there is no table" in refused(runs, "tables", run="a", table=table)
 
 
+def test_wrong_arguments_and_wrong_queries_are_one_sentence(runs):
+    assert refused(runs, "query", runs="a", sql=5) == 'runs is "a"; it must be a list.'
+    assert refused(runs, "host", run="a", round=1e40) == "round is 1e+40; it must be a whole number."
+    assert refused(runs, "overview", run="z").startswith("there is no run")
+
+
 def test_a_query_names_its_columns_and_what_it_leaves_out(runs):
     found = asked(runs, "query", runs=["a", "b"], sql="select run, host from episodes order by all", rows=1)
     assert found["columns"] == ["run", "host"]
@@ -117,7 +123,7 @@ def test_a_query_names_its_columns_and_what_it_leaves_out(runs):
         ({"runs": [], "sql": "select 1"}, "no run is named"),
         ({"runs": ["../a"], "sql": "select 1"}, "there is no run '../a'"),
         ({"runs": ["a"], "sql": "copy runs to 'x.csv'"}, "can only be read"),
-        ({"runs": ["a"]}, "Field required"),
+        ({"runs": ["a"]}, "sql is missing"),
     ],
 )  # fmt: skip
 def test_a_query_that_cannot_be_answered_is_a_sentence(runs, arguments, words):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError, in_words, nearest
 from esper.leyline.lifecycle import HostFamily
 from esper.leyline.structure import Structure, described, flatten, selection, unflatten
 
@@ -88,7 +88,7 @@ class Interface:
         except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"outputs fails on {described(result)}, which {type(network).__name__} returns"
-                f"{' in training' * network.training}: {type(error).__name__}: {error}"
+                f"{' in training' * network.training}: {in_words(error)}"
             ) from error
 
     def collected(self, network: nn.Module, result: Any) -> Tensor:  # noqa: ANN401

@@ -55,7 +55,7 @@ from esper.kasmina.parameters.layout import (
     parameter_layout,
 )
 from esper.kasmina.parameters.population import OWN_STATE, prepared
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError, in_words, nearest
 from esper.leyline.lifecycle import HostFamily
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import flatten, unflatten
@@ -141,9 +141,14 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
             hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
             if not x.is_floating_point():
                 hint += "integers stay integers, as tokens do: give floats, or inputs=lambda x: x.float(); "
+            elif others := {str(p.dtype) for p in network.parameters() if p.is_floating_point() and p.dtype != x.dtype}:
+                hint += (
+                    f"floats are given as {x.dtype}, but it has weights of {', '.join(sorted(others))}: give "
+                    "model.float(), or convert in forward; "
+                )
             raise ConfigError(
                 f"{name} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
-                f"{str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
+                f"{in_words(error)}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
                 "network or the example."
             ) from error
         if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
@@ -431,7 +436,7 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     except ConfigError:
         raise  # says already what is wrong with the weights
     except Exception as error:  # any error of the user's code
-        raise ConfigError(f"the model cannot be built: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the model cannot be built: {in_words(error)}") from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"the model gives a {type(network).__name__}; it must give an nn.Module.")
     if example is not None:
@@ -442,7 +447,7 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
             except Exception as error:  # any error of the user's code
                 raise ConfigError(
                     f"the first pass of {type(network).__name__}, in which lazy layers find their shapes, fails on "
-                    f"inputs like the example: {error}"
+                    f"inputs like the example: {in_words(error)}"
                 ) from error
         for layer in network.modules():
             layer.training = modes.get(layer, True)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.files import expanded
 
 Model: TypeAlias = Callable[[], nn.Module]
@@ -53,7 +53,7 @@ class Copies:
             self._network = copy.deepcopy(network, known).cpu()
         except Exception as error:  # whatever a part of the user's raises when it is copied
             raise ConfigError(
-                f"the network {type(network).__name__} cannot be copied ({type(error).__name__}: {error}), but every "
+                f"the network {type(network).__name__} cannot be copied ({in_words(error)}), but every "
                 "host starts as a copy; give its class or a function as model=, and weights=network.state_dict()."
             ) from error
         self._network.zero_grad(set_to_none=True)
@@ -148,7 +148,7 @@ def _state_dict(found: object, name: str) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         keys = f" with {', '.join(map(repr, list(state)[:_SHOWN]))}" if isinstance(state, Mapping) and state else ""
         raise ConfigError(
-            f"{name} is a {type(state).__name__}{keys}, expected names and tensors as of network.state_dict()."
+            f"{name} is of type {type(state).__name__}{keys}, expected names and tensors as of network.state_dict()."
         )
     copies = {
         str(key): value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -182,7 +182,7 @@ def _load(network: nn.Module, weights: Mapping[str, Any]) -> None:
         try:
             missing, unexpected = network.load_state_dict(dict(weights), strict=False)
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # a layer that loads in its own way
-            wrong = [" ".join(str(error).split())]
+            wrong = [in_words(error)]
     named = (("missing ", [*map(repr, missing)]), ("unexpected ", [*map(repr, unexpected)]), ("", wrong))
     if said := "; ".join(what + _some(keys) for what, keys in named if keys):
         raise ConfigError(

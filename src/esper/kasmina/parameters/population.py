@@ -43,7 +43,7 @@ from esper.kasmina.parameters.layout import (
     refuse_frozen,
 )
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
-from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.errors import CheckpointError, ConfigError, in_words
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.messages import SeedCosts
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
@@ -275,7 +275,7 @@ def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
             blend(h, delta, Algorithm.ADD, None).sum().backward()
     except Exception as error:  # any error of the user's code
         raise MisfitError(
-            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {str(error).rstrip('.')}. Correct "
+            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {in_words(error)}. Correct "
             f"its module, or choose other slots.{OF_ONE_EXAMPLE * (rows == 1)}"
         ) from error
     if h._version:
@@ -314,7 +314,7 @@ def check_smallest_batch(build: Build, x: Tensor) -> None:
     try:
         _run_once(deterministic_build(build).train(), x, lambda slot_id, h: h)
     except Exception as error:  # any error of the user's code
-        found = f"the network cannot be trained on a batch {list(x.shape)}: {str(error).rstrip('.')}."
+        found = f"the network cannot be trained on a batch {list(x.shape)}: {in_words(error)}."
         raise ConfigError(found + OF_ONE_EXAMPLE * (len(x) == 1)) from error
 
 

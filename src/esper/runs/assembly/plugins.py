@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from esper.leyline.errors import ConfigError, in_shell, nearest
+from esper.leyline.errors import ConfigError, in_shell, in_words, nearest
 from esper.leyline.files import expanded
 from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
 
@@ -47,7 +47,7 @@ def task_in_file(name: str) -> TaskSpec:
     found = variables.get(variable)
     task = getattr(found, "spec", found)  # an esper.Task, or what it contains
     if not isinstance(task, TaskSpec):
-        kind = f"is a {type(found).__name__}" if variable in variables else "does not exist"
+        kind = f"is of type {type(found).__name__}" if variable in variables else "does not exist"
         tasks = [key for key, value in variables.items() if isinstance(getattr(value, "spec", value), TaskSpec)]
         raise ConfigError(f"{name}: {variable!r} {kind}, expected an esper.Task; {nearest(variable, tasks)}")
     if task.name not in task_names():
@@ -149,7 +149,6 @@ def _of_file(path: Path) -> ModuleType:
 
 def _failed(name: str, error: BaseException) -> ConfigError:
     """The error with the innermost line of user code."""
-    what = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
     if isinstance(error, SyntaxError):
         place = f" in line {error.lineno} of {error.filename}"
     else:
@@ -157,4 +156,4 @@ def _failed(name: str, error: BaseException) -> ConfigError:
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
         place = f" in line {user_frames[-1].lineno} of {user_frames[-1].filename}" if user_frames else ""
-    return ConfigError(f"the plugin {name} fails{place}: {what}. Fix it, or leave it out of plugins.")
+    return ConfigError(f"the plugin {name} fails{place}: {in_words(error)}. Fix it, or leave it out of plugins.")

@@ -97,7 +97,7 @@ def parse(cls: type[C], values: Mapping[str, Any]) -> C:
         elsewhere = [".".join(name) for name in leaves if name[-1] == key]
         known = {name[len(path)] for name in leaves if name[: len(path)] == path}
         hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, known)
-        raise ConfigError(f"unknown key {'.'.join([*path, key])}; {hint}") from None
+        raise ConfigError(f"unknown key {'.'.join([*path, key])[:80]}; {hint}") from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

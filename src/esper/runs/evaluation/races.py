@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 
 from esper.leyline.architecture import Architecture, PlacedSeed
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.files import read_json, read_text, replacing
 from esper.leyline.lifecycle import Algorithm
 from esper.leyline.messages import EngineSpec
@@ -351,7 +351,7 @@ def read_plans(path: Path, task: str, episode_length: int) -> Plans:
         of = values["task"], values["episode_length"]
         plans = {name: tuple(_plan(tree) for tree in values[name]) for name in SEARCHED}
     except (ConfigError, LookupError, TypeError, ValueError) as error:
-        why = str(error).rstrip(".") if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        why = str(error).rstrip(".") if isinstance(error, ConfigError) else in_words(error)
         raise ConfigError(
             f"{path} does not hold plans of races ({why}); use a file that `esper search --portfolio` wrote."
         ) from error

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from esper.leyline.errors import DataError, option
+from esper.leyline.errors import DataError, in_words, option
 from esper.leyline.files import open_to_read
 from esper.leyline.random import Stream, permutation, seeded_generators, word_rows
 from esper.leyline.structure import Structure, described
@@ -84,7 +84,7 @@ def applied(function: Callable[[Any], Any], x: Any, name: str = "inputs") -> Any
     try:
         return function(x)
     except Exception as error:  # any error of the user's code
-        raise DataError(f"{name}= fails on {described(x)}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}= fails on {described(x)}: {in_words(error)}") from error
 
 
 def inputs_of(inputs: Inputs | None, x: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def stratified_split(
     if sum(sizes) >= len(labels):
         raise DataError(
             f"{len(labels)} examples cannot be split into parts of {', '.join(map(str, sizes))} with a rest; "
-            "use a complete data set."
+            "give more of them, or val and test."
         )
     order = permutation(run_seed, Stream.SPLIT, torch.zeros(1, dtype=torch.int64), len(labels))[0]
     order = order.to(labels.device)

@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from esper.leyline.errors import DataError
+from esper.leyline.errors import DataError, in_words
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Form, Structure, flatten, unflatten
@@ -192,8 +192,8 @@ def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
         pair = examples if isinstance(examples, tuple) else _stacked(place, examples)
     if len(pair) != 2:
         raise DataError(
-            f"{place} has {len(pair)} parts, expected inputs and targets: (x, y); several inputs are one part: "
-            "((a, b), y)."
+            f"{place} has {len(pair)} part{'s' * (len(pair) != 1)}, expected inputs and targets: (x, y); several "
+            "inputs are one part: ((a, b), y)."
         )
     x, y = (_tree(f"{place}.{field}", value, _tensor) for field, value in zip("xy", pair, strict=True))
     parts, targets = flatten(x)[0], flatten(y)[0]
@@ -222,6 +222,8 @@ def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
 def _tree(place: str, value: Any, change: Callable[[str, Any], Any]) -> Any:  # noqa: ANN401 -- a tree of the user's
     """`change(place, part)` of each part of tuples, lists and dictionaries; a list of numbers is one part."""
     if isinstance(value, Mapping):
+        if others := [key for key in value if not isinstance(key, str)]:
+            raise DataError(f"{place} has the key {others[0]!r}; a key must be a name (text).")
         return {key: _tree(f"{place}[{key!r}]", part, change) for key, part in value.items()}
     if isinstance(value, tuple | list) and not _is_numbers(value):
         return tuple(_tree(f"{place}[{i}]", part, change) for i, part in enumerate(value))
@@ -246,7 +248,7 @@ def _pair(place: str, example: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- whate
             )
         return {name: part for name, part in example.items() if name != target}, example[target]
     if not isinstance(example, tuple | list) or len(example) < 2:
-        raise DataError(f"{place} is a {type(example).__name__}, expected a pair (x, y).")
+        raise DataError(f"{place} is of type {type(example).__name__}, expected a pair (x, y).")
     *x, y = example
     return x[0] if len(x) == 1 else tuple(x), y
 
@@ -257,7 +259,7 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
     source = examples if loader is None else loader.dataset
     if not isinstance(source, MapStyle) or isinstance(source, IterableDataset):
         raise DataError(
-            f"{place} is a {type(source).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
+            f"{place} is of type {type(source).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
         )
     collate: Callable[[list[Any]], Any] | None = None
     if loader is not None:
@@ -275,7 +277,7 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
             try:
                 x, y = _pair(place, collate(items))
             except Exception as error:  # any error of the user's code
-                raise DataError(f"the collate_fn of {place} fails: {type(error).__name__}: {error}") from error
+                raise DataError(f"the collate_fn of {place} fails: {in_words(error)}") from error
         return _tree(f"{place}.x", x, _tensor), _tree(f"{place}.y", y, _tensor)
 
     with seeded_generators(0):
@@ -300,8 +302,7 @@ def _item(place: str, source: MapStyle, index: int) -> Any:  # noqa: ANN401 -- w
         return source[index]
     except Exception as error:  # any error of the user's code
         raise DataError(
-            f"{place}[{index}] fails: {type(error).__name__}: {error}. Its length is given as {len(source)}; correct "
-            "the data set."
+            f"{place}[{index}] fails: {in_words(error)}. Its length is given as {len(source)}; correct the data set."
         ) from error
 
 

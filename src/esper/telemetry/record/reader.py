@@ -202,6 +202,7 @@ class Record:
             statements = duckdb.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
                 kinds = " and ".join(statement.type.name for statement in statements) or "nothing"
+                kinds = kinds.replace("MULTI", "a PIVOT whose values are not listed by IN (...)")
                 raise QueryError(
                     f"found {kinds}, but a record can only be read, by one SELECT (also WITH, FROM, DESCRIBE, "
                     f"SUMMARIZE). {self._known()}"

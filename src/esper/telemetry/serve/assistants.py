@@ -18,8 +18,10 @@ from typing import Any, ParamSpec
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
+from pydantic import ValidationError
 
-from esper.leyline.errors import EsperError, QueryError
+from esper.leyline.errors import EsperError, QueryError, in_words
+from esper.leyline.settings import first_problem
 from esper.telemetry.record.reader import Record
 from esper.telemetry.record.schema import TABLES
 from esper.telemetry.report.payloads import evaluation, rounded
@@ -44,9 +46,24 @@ _ROUND = ("round", "objective", "objective_std", "committed", "live", "growth", 
 P = ParamSpec("P")
 
 
+class _Server(MCPServer[Any]):
+    """Its errors are sentences: of ours the text alone, of wrong arguments what is expected."""
+
+    async def call_tool(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as in the class above
+        try:
+            return await super().call_tool(*args, **kwargs)
+        except ToolError as error:
+            cause = error.__cause__
+            if isinstance(cause, ToolError):
+                raise cause from None
+            if isinstance(cause, ValidationError):
+                raise ToolError(first_problem(cause)) from cause
+            raise
+
+
 def server_of(runs: Runs, seconds: float = queries.SECONDS) -> MCPServer[Any]:
     """A server of these runs; a query may take so many seconds."""
-    server = MCPServer("esper", instructions=_INSTRUCTIONS, log_level="CRITICAL")
+    server = _Server("esper", instructions=_INSTRUCTIONS, log_level="CRITICAL")
     reads = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
     tools = _Tools(runs, seconds)
     for tool in (tools.list_runs, tools.overview, tools.tables, tools.query, tools.host):
@@ -64,7 +81,7 @@ def _explained(tool: Callable[P, object]) -> Callable[P, str]:
         except EsperError as error:
             raise ToolError(" ".join(str(error).split())) from None
         except UNREADABLE as error:
-            why = f"{type(error).__name__}: {error}"
+            why = in_words(error)
             raise ToolError(f"the run cannot be read ({why}); restore its files from a backup.") from None
         text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, default=str)
         if len(text) > CHARACTERS:

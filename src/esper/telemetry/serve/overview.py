@@ -18,6 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import final
 
+from esper.leyline.errors import in_words
 from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
 from esper.telemetry.record.reader import DAMAGED, round_rows, sum_before
 from esper.telemetry.report.payloads import Payload, rounded
@@ -105,7 +106,7 @@ class Row:
             row = self._known()
         except UNREADABLE as error:
             self._begin()
-            warning = f"{self._run} cannot be read ({type(error).__name__}: {error}); restore its files from a backup."
+            warning = f"{self._run} cannot be read ({in_words(error)}); restore its files from a backup."
             row = {**dict.fromkeys(_NAMES), "curve": [], "every": 1, "warnings": [warning]}
         self.shown = {"run": self._name, **row}
         self.text = encoded(self.shown)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import EsperError, QueryError
+from esper.leyline.errors import EsperError, QueryError, in_words
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.payloads import rounded
 from esper.telemetry.serve.overview import UNREADABLE
@@ -103,7 +103,7 @@ def main() -> None:
     except MemoryError:
         sys.exit(1)
     except UNREADABLE as error:
-        found = {"error": f"the record cannot be read ({type(error).__name__}: {error}); restore it from a backup."}
+        found = {"error": f"the record cannot be read ({in_words(error)}); restore it from a backup."}
     json.dump(found, sys.stdout)
 
 

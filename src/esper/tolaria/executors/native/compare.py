@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.layout import Template
+from esper.leyline.errors import in_words
 
 # rules register themselves
 from esper.tolaria.executors.native import convolutions, functions, normalizations, pooling, rules, sequences  # noqa: F401
@@ -170,7 +171,7 @@ def disagreement(
             if dtype is torch.float64:  # it makes numbers of float32 itself
                 x, dtype = x.float() if x.is_floating_point() else x, torch.float32
                 return disagreement(template, x, dtype=dtype, tolerance=IN_FLOAT32, chunk=chunk, graphs=graphs)
-            raise NoRuleError(f"PyTorch cannot run it: {' '.join(str(error).split())[:200]}") from error
+            raise NoRuleError(f"PyTorch cannot run it: {in_words(error)[:200]}") from error
         found = by_instructions(graph, row, buffers, x, training=training, chunk=chunk)
         for name, a in vars(found).items():
             b = getattr(want, name)

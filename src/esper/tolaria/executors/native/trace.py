@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.kasmina.parameters.dropout import Dropout
 from esper.kasmina.parameters.layout import FlatLayout, Template
+from esper.leyline.errors import in_words
 
 aten = torch.ops.aten
 BATCH: Final = 5
@@ -93,7 +94,7 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
     except Exception as error:  # any error of the user's code, which PyTorch itself may run
         if "value out of a tracing tensor" in str(error):
             raise NoRuleError("it looks at values in Python, such as .item() or a condition on a tensor") from error
-        raise NoRuleError(f"it cannot be traced: {' '.join(str(error).split())[:200]}") from error
+        raise NoRuleError(f"it cannot be traced: {in_words(error)[:200]}") from error
     finally:
         template.train(mode)
     graph = module_of_graph.graph

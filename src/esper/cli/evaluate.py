@@ -143,8 +143,8 @@ def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
     if command.out is None:
         return lambda report, path: None
     with optional("the picture at equal compute needs matplotlib", "report", "leave --out out"):
-        from esper.telemetry.report.compute import write_picture
-    return write_picture
+        from esper.telemetry.report.figures import write_equal_compute
+    return write_equal_compute
 
 
 def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> list["RunConfig"]:

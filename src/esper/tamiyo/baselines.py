@@ -35,7 +35,7 @@ from esper.leyline.messages import EngineSpec, Observation, PolicyProtocol, Stor
 from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single
+from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, fill, single
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
 TRIES = 4  # blueprints that each host tries
@@ -227,7 +227,7 @@ def pick(mask: Bool[Tensor, "*N V"], u: Float[Tensor, "*N"]) -> Int[Tensor, "*N"
 
 def scheduled(schedule: Schedule, spec: EngineSpec) -> ScriptedPolicy[Remaining]:
     """A controller that follows `schedule`."""
-    return ScriptedPolicy(FixedSchedules(ScheduleTable([schedule], spec)), spec)
+    return ScriptedPolicy(FixedSchedules([schedule], spec), spec)
 
 
 PolicyMaker = Callable[[EngineSpec], PolicyProtocol | Script[Any]]

@@ -140,22 +140,14 @@ class Record:
 
     def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
-        try:
+        with _needed("pandas"):
             import pandas
-        except ImportError as error:
-            raise QueryError(
-                "frames need pandas, which is not installed; pip install 'esper-growth[frames]'."
-            ) from error
         return self._run(sql, params, lambda found: pandas.DataFrame(found.df()))
 
     def polars(self, sql: str, params: Sequence[object] = ()) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
-        try:
+        with _needed("polars"):
             import polars
-        except ImportError as error:
-            raise QueryError(
-                "frames need polars, which is not installed; pip install 'esper-growth[frames]'."
-            ) from error
         return self._run(
             sql,
             params,
@@ -252,6 +244,17 @@ class Record:
             "lock_configuration = true",
         ):
             self._database.execute(f"SET {setting}")
+
+
+@contextmanager
+def _needed(package: str) -> Iterator[None]:
+    """Raises QueryError where the import inside finds no such package."""
+    try:
+        yield
+    except ImportError as error:
+        raise QueryError(
+            f"frames need {package}, which is not installed; pip install 'esper-growth[frames]'."
+        ) from error
 
 
 def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:
@@ -382,7 +385,7 @@ class _RunTables:
         evaluations = (
             row
             for file in evaluation_files(self.path)
-            for row in _evaluation_rows(_json(file, self.warnings), file.relative_to(self.path).as_posix())
+            for row in _evaluation_rows(_parsed(file, json_of, self.warnings), file.relative_to(self.path).as_posix())
         )
         self.replace(EVALUATIONS, evaluations)
         self._begun = {kind: list(self._begun_parts(kind)) for kind in STORED}
@@ -491,8 +494,8 @@ class _RunTables:
 
     def _run_row(self) -> Row:
         started = self._started
-        config, about = _toml(self.path / CONFIG, self.warnings), about_of(self.path)
-        found = _json(self.path / SUMMARY, self.warnings)
+        config, about = _parsed(self.path / CONFIG, toml_of, self.warnings) or {}, about_of(self.path)
+        found = _parsed(self.path / SUMMARY, json_of, self.warnings)
         summary = found if isinstance(found, dict) else {}
         mode = (config.get("reward") or {}).get("mode")
         return {
@@ -593,30 +596,17 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _text(path: Path, warnings: list[str]) -> str | None:
-    """The content of a regular file, None if there is none."""
+def _parsed(path: Path, parse: Callable[[str], Any], warnings: list[str]) -> Any:  # noqa: ANN401 -- what `parse` gives
+    """The value of the text in a regular file; None if there is none, or if it is damaged."""
     mode = mode_of(path)
     if mode and not stat.S_ISREG(mode):
         warnings.append(f"{path} is not a regular file and was not read; restore the original.")
         return None
-    return read_text(path, errors="replace") if mode else None
-
-
-def _json(path: Path, warnings: list[str]) -> object:
-    text = _text(path, warnings)
     try:
-        return None if text is None else json_of(text)
+        return parse(read_text(path, errors="replace")) if mode else None
     except ValueError as error:
         warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return None
-
-
-def _toml(path: Path, warnings: list[str]) -> dict[str, Any]:
-    try:
-        return toml_of(_text(path, warnings) or "")
-    except ValueError as error:
-        warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
-        return {}
 
 
 # Rows from JSON -------------------------------------------------------------------------------------------------------

@@ -354,39 +354,30 @@ class PolicyProtocol(Protocol):
 
     def initial_hidden(self, n: int) -> Hidden:
         """Zeros, each [L, n, H]."""
-        ...
 
     def begin_rollout(self, episode: int, hosts: Tensor) -> None:
         """Start an episode. `hosts` [N] are global host numbers, `episode` counts rounds from 0."""
-        ...
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """Choose the actions of step `obs.t` and advance the recurrent state."""
-        ...
 
     def store(self, step: StoredStep) -> None:
         """Store one step and reset the recurrent state of hosts with `valid` False. Does not read the device."""
-        ...
 
     def bootstrap(self, obs: Observation) -> Tensor:
         """Value [N] of the state after the last step; the recurrent state is used, but not changed."""
-        ...
 
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
         """Replace the reward of the last stored row of each masked host, which is rolled back, by `reward` [N]."""
-        ...
 
     def update(self) -> Mapping[str, float]:
         """Train on the stored rollout and return metrics by name; empty for scripted controllers."""
-        ...
 
     def state_dict(self) -> StateTree:
         """The state that a checkpoint needs."""
-        ...
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
-        ...
 
 
 RewardState = TypeVar("RewardState")
@@ -399,23 +390,18 @@ class RewardProtocol(Protocol, Generic[RewardState]):
     @property
     def terms(self) -> Sequence[str]:
         """Names of the columns of `RewardOutput.breakdown`."""
-        ...
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
         """The state at the start of an episode."""
-        ...
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """The reward of one step, and the new state."""
-        ...
 
     def rollback_reward(self, state: RewardState) -> Tensor:
         """[N]: the reward that replaces that of a host's last row when the host is rolled back."""
-        ...
 
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
         """The state with the masked hosts as at the start of an episode."""
-        ...
 
 
 @runtime_checkable
@@ -428,7 +414,6 @@ class EpisodeReward(RewardProtocol[RewardState], Protocol):
 
     def final_reward(self, kept: KeptNetwork) -> Tensor:
         """[N]: the term `terminal` of the last step, replaced once the result of the episode is known."""
-        ...
 
 
 @runtime_checkable
@@ -437,7 +422,6 @@ class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
 
     def finish(self, kept: KeptNetwork) -> None:
         """Take the result of the episode; called once, after the last step and before `update`."""
-        ...
 
 
 @runtime_checkable
@@ -446,7 +430,6 @@ class Sink(Protocol):
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take one record of plain values."""
-        ...
 
 
 @runtime_checkable
@@ -455,4 +438,3 @@ class ClosingSink(Sink, Protocol):
 
     def close(self) -> None:
         """Write what is left, and release what is open."""
-        ...

@@ -331,6 +331,10 @@ class EngineSpec:
         """Number of values of each of the eight heads."""
         return head_sizes(self.num_slots, self.num_blueprints)
 
+    def selectable_mask(self) -> Bool[Tensor, " B"]:
+        """Whether a controller may choose each blueprint."""
+        return torch.isin(torch.arange(self.num_blueprints), torch.tensor(self.selectable)).to(self.device)
+
     def host_ids(self) -> Tensor:
         """Global host numbers, int64 [N]."""
         return torch.arange(self.host_offset, self.host_offset + self.num_envs, device=self.device)

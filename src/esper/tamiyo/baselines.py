@@ -70,8 +70,7 @@ class ExploreThenCommit:
         self._last_start = spec.episode_length - grown - spec.num_slots
         self._patience = GATE_PATIENCE * spec.min_training_epochs
         self._numbers = torch.arange(spec.num_blueprints, device=device)
-        self._selectable = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
-        self._selectable[list(spec.selectable)] = True
+        self._selectable = spec.selectable_mask()
         self._growing = torch.tensor(stages_mask(GROWING), device=device)
         self._canonical = canonical_actions(device)
         self._priority = torch.tensor(_PRIORITY, device=device)
@@ -238,7 +237,7 @@ _MAKERS: dict[str, PolicyMaker] = {
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": Heuristic,
     "explore_then_commit": ExploreThenCommit,
-    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.plant`)
+    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.architectures`)
 }
 BASELINES = tuple(_MAKERS)
 """Those of this package."""

@@ -330,7 +330,7 @@ def policy(record: Record, place: Place) -> dict[str, Payload]:
     return {
         run: {
             phase: {"rounds": rounds, "steps": record.query(_PROBABILITIES, (run, *rounds))}
-            for phase, rounds in (("first", (1, found.quarter)), ("last", (found.last - found.quarter + 1, found.last)))
+            for phase, rounds in found.phases.items()
             if found.last
         }
         for run, found in rounds_of(record).items()

@@ -145,7 +145,6 @@ class FixedSchedules:
     def __init__(self, schedules: Sequence[Schedule], spec: EngineSpec) -> None:
         for schedule in schedules:
             schedule.check(spec)
-        self.schedules = tuple(schedules)
         self._which: Int[Tensor, " N"] | None = None
         advance = [] if all(spec.auto_gates) else [LifecycleOp.ADVANCE] * spec.num_slots
         idle = [ScheduleEntry(0, canonical_action(op, slot=slot)) for slot, op in enumerate(advance)]

@@ -9,7 +9,7 @@
     random        different choices of `HeuristicRules`, each on all N hosts of the same episode
     neighbours    twice: the best, and rules that differ from one of them in one choice, on new hosts
     confirmation  the best on the same new hosts
-`search_plans`:
+`PlanSearch`:
     singles       no seed, and each blueprint in each slot from step 1, on the same hosts
     pairs         those whose seeds are best alone
     races         portfolios and halvings of all of them, computed from their curves (`races.best_plans`)
@@ -686,7 +686,7 @@ LEAST_HOSTS_OF_PLANS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlans:
-    """The result of `search_plans`.
+    """The result of `PlanSearch`.
 
     Attributes:
         hosts, env_steps, flops: of the search, with measurements in every step.

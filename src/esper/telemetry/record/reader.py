@@ -379,7 +379,8 @@ class _RunTables:
         first = next(events, {})
         if first.get("kind") == "run_started" and not self._started:
             self._started = first
-        self._insert(EPISODES, _episode_rows(chain([first], events), self._started.get("host_params")))
+        episodes = _episode_rows(chain([first], events), self._started.get("host_params"))
+        self._insert(EPISODES.name, EPISODES.types, episodes)
         self.warnings += [*self._metrics.warnings(), *self._events.warnings()]
         self.replace(RUNS, [self._run_row()])
         evaluations = (
@@ -398,13 +399,13 @@ class _RunTables:
 
     def _add_rounds(self, lines: Sequence[Line]) -> None:
         """Rows of rounds and updates; the latter get a column for each metric that is new."""
-        self._insert(ROUNDS, round_rows(lines))
+        self._insert(ROUNDS.name, ROUNDS.types, round_rows(lines))
         rows, names = _update_rows(lines)
         for name in names:
             if name not in self._updates:
                 self._updates[name] = "DOUBLE"
                 self._database.execute(f"ALTER TABLE {self.schema}.updates ADD COLUMN {identifier(name)} DOUBLE")
-        _insert_rows(self._database, f"{self.schema}.updates", self._updates, rows)
+        self._insert("updates", self._updates, rows)
         for line in lines:
             self._rounds, self._newest = self._rounds + 1, int(line.get("round") or 0)
             for key, digest in (line.get("record") or {}).items() if self._has_folder else ():
@@ -521,29 +522,23 @@ class _RunTables:
         columns = ", ".join(f"{identifier(column)} {kind}" for column, kind in types.items())
         self._database.execute(f"CREATE TABLE {self.schema}.{name} ({columns})")
 
-    def _insert(self, table: Table, rows: Iterable[Row]) -> None:
-        """Add rows by column; NULL where a row has no value, or one of another type."""
-        _insert_rows(self._database, f"{self.schema}.{table.name}", table.types, rows)
+    def _insert(self, table: str, types: Mapping[str, str], rows: Iterable[Row]) -> None:
+        """Insert rows, whose values are those of JSON, into a table with columns of these types.
+
+        NULL where a row has no value, or one of another type. They are sent column by column, so that names are read
+        once and not in every row.
+        """
+        structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
+        values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
+        query = f"INSERT INTO {self.schema}.{table} SELECT {values} FROM (SELECT from_json($1::JSON, $2) AS found)"
+        for chunk in _chunks(rows):
+            columns = {name: [row.get(name) for row in chunk] for name in types}
+            self._database.execute(query, [json.dumps(columns), structure])
 
     def replace(self, table: Table, rows: Iterable[Row]) -> None:
         """Put these rows in the place of those in a table."""
         self._database.execute(f"DELETE FROM {self.schema}.{table.name}")
-        self._insert(table, rows)
-
-
-def _insert_rows(
-    database: duckdb.DuckDBPyConnection, table: str, types: Mapping[str, str], rows: Iterable[Row]
-) -> None:
-    """Insert rows, whose values are those of JSON, into a table with columns of these types.
-
-    They are sent column by column, so that names are read once and not in every row.
-    """
-    structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
-    values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
-    query = f"INSERT INTO {table} SELECT {values} FROM (SELECT from_json($1::JSON, $2) AS found)"
-    for chunk in _chunks(rows):
-        columns = {name: [row.get(name) for row in chunk] for name in types}
-        database.execute(query, [json.dumps(columns), structure])
+        self._insert(table.name, table.types, rows)
 
 
 def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:

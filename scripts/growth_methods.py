@@ -70,7 +70,7 @@ def growths(options: Options, seed: int) -> Iterator[tuple[str, Growth]]:
     flops = options.runs * steps * alone.entries[0].spent
     for name, rates, length in (("three", RATES, steps), ("long", (1.0,), int(options.runs * steps))):
         usual = growth("plain", 1e18, length)
-        usual._stages = (Stage(1.0, len(rates)),)  # no rate is left out early
+        usual.stages = (Stage(1.0, len(rates)),)  # no rate is left out early
         usual.begin([Candidate(rate=rate) for rate in rates])
         yield name, usual
     for method in get_args(Method):

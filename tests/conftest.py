@@ -80,6 +80,14 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
     return whole
 
 
+@pytest.fixture
+def no_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No listener but what the test registers itself."""
+    from esper.telemetry import sinks
+
+    monkeypatch.setattr(sinks, "_LISTENERS", {})
+
+
 @pytest.fixture(autouse=True)
 def _tasks_of_a_test_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is not listed in another."""

@@ -62,6 +62,20 @@ class Interrupter:
                 signal.raise_signal(number)
 
 
+class Notebook:
+    """A sink that writes everything down, and notes that it was closed."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[str, Any]]] = []
+        self.closed = 0
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.taken.append((kind, dict(fields)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 @contextmanager
 def interrupted_at(round: int, t: int, *numbers: int) -> Iterator[None]:
     """Runs inside are sent these signals in that step, SIGINT unless told otherwise."""

@@ -11,7 +11,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.blueprints.description import KINDS
-from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp, head_sizes
+from esper.leyline.lifecycle import (
+    CANONICAL_ACTION,
+    NUM_HEADS,
+    NUM_OPS,
+    Head,
+    LifecycleOp,
+    canonical_action,
+    head_sizes,
+)
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,
@@ -293,8 +301,4 @@ class WithFaults:
 
 def action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:
     """Eight head values; heads that are not named are canonical (blueprint 1, because 0 cannot be chosen)."""
-    row = list(CANONICAL_ACTION)
-    row[Head.BLUEPRINT], row[Head.OP] = 1, int(op)
-    for name, value in heads.items():
-        row[Head[name.upper()]] = value
-    return tuple(row)
+    return canonical_action(op, **{"blueprint": 1} | heads)

@@ -116,7 +116,7 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     flops = STEP * grow("plain", steps=1).entries[0].flops
     growth = grow("auto", flops=60 * flops)  # a stage of 6 % has 14 batches
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
-    assert growth._end == growth.steps > 60
+    assert growth.end == growth.steps > 60
     assert len(grow("auto", flops=200 * flops).entries) > len(RATES)  # many trainings of the network alone: halving
 
 
@@ -174,7 +174,7 @@ def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, method, ru
 
 def test_all_validation_examples_are_measured_behind_a_stage_and_few_in_each_step(grow):
     growth = grow("plain", steps=2, flops=1e12)
-    growth._stages = (Stage(1.0, 1),)
+    growth.stages = (Stage(1.0, 1),)
     growth.begin([Candidate()])
     growth.step()
     x, y = vectors(40)
@@ -220,7 +220,7 @@ def test_who_goes_on_is_bitwise_what_it_would_be_without_the_others(grow):
 
     def staged(candidates: list[Candidate], *kept: int) -> Growth:
         growth = grow("plain", steps=6, flops=1e12)
-        growth._stages = tuple(Stage(until, of) for until, of in zip((0.5, 1.0), kept, strict=True))
+        growth.stages = tuple(Stage(until, of) for until, of in zip((0.5, 1.0), kept, strict=True))
         growth.begin(candidates)
         return finished(growth)
 
@@ -287,7 +287,7 @@ def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(
 @pytest.mark.parametrize("method", ["halving", "hill_climbing"])
 def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained(grow, method):
     growth = grow(method, flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
-    while growth._stage == 0:
+    while growth.stage == 0:
         growth.step()
     best = max(entry.val[-1] for entry in growth.entries if entry.born < growth.t)
     network, entry, _ = growth.result()
@@ -298,9 +298,9 @@ def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained
 
 def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow):
     growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
-    while growth._stage == 0:
+    while growth.stage == 0:
         growth.step()
-    row, t, _ = growth.best
+    row, t = growth.best
     assert row in growth.rows  # it is trained further
     growth.entries[row].val[t - 1] = 100.0
     finished(growth)
@@ -330,9 +330,9 @@ def test_the_best_step_is_kept_on_request(grow):
 
 def test_a_warm_up_is_cut_to_the_first_stage(grow):
     growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops, warmup=11)
-    assert 2 <= growth._end < 11
+    assert 2 <= growth.end < 11
     assert growth._engine.executor.data.lr_factors(1)[0, 0] < 1.0
-    while growth._stage == 0:
+    while growth.stage == 0:
         growth.step()
     assert growth._engine.executor.data.lr_factors(growth.t + 1)[0, 0] == growth.entries[growth.rows[0]].candidate.rate
 

@@ -2,9 +2,8 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_runs_events import SPEC, moves
@@ -14,33 +13,13 @@ import small_runs
 from esper.leyline.lifecycle import Cause, SeedStage
 from esper.leyline.messages import SlotState
 from esper.runs.records import LONGEST, MOST_STEPS, Records
-from esper.telemetry import sinks
 from esper.telemetry.run_directory import RunDirectory
 from esper.telemetry.sinks import Hub, register_listener
 from esper.tolaria.executors.scripted import ScriptedExecutor
+from small_runs import Notebook
 
 TERMS = ("gain", "rent")
 GERMINATED = moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP))
-
-
-class Notebook:
-    """Writes everything down."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[str, dict[str, Any]]] = []
-
-    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self.taken.append((kind, dict(fields)))
-
-
-@pytest.fixture
-def nobody_registered() -> Iterator[None]:
-    """No listener but what a test registers itself."""
-    before = dict(sinks._LISTENERS)
-    sinks._LISTENERS.clear()
-    yield
-    sinks._LISTENERS.clear()
-    sinks._LISTENERS.update(before)
 
 
 class Bench:
@@ -63,7 +42,7 @@ class Bench:
         return [(kind, fields["t"]) for kind, fields in self.notebook.taken]
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_steps_are_recorded_when_there_are_enough_of_them(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(*range(1, MOST_STEPS))
@@ -73,7 +52,7 @@ def test_steps_are_recorded_when_there_are_enough_of_them(tmp_path: Path) -> Non
     bench.directory.close()
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(1)
@@ -84,7 +63,7 @@ def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
     bench.directory.close()
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     active = Notebook()
     register_listener("active")(lambda path: active)
@@ -98,7 +77,7 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory.close()
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.now = 107.0
@@ -109,7 +88,7 @@ def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Pa
     bench.directory.close()
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_listeners_receive_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(1)
@@ -124,7 +103,7 @@ def test_listeners_receive_the_events_of_a_step_and_then_the_step(tmp_path: Path
     assert [(event["kind"], event["t"]) for event in events] == [found for found in expected if found[0] != "step"]
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_steps_of_two_rounds_are_not_written_together(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.steps(7, 8)
@@ -138,7 +117,7 @@ def test_steps_of_two_rounds_are_not_written_together(tmp_path: Path) -> None:
     bench.directory.close()
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(tmp_path: Path) -> None:
     assert small_runs.train(tmp_path / "together", "null", 2) == 0
     register_listener("active")(lambda path: Notebook())
@@ -146,7 +125,7 @@ def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(
     assert small_runs.records(tmp_path / "together") == small_runs.records(tmp_path / "alone")
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_the_steps_before_a_failure_are_on_the_disk(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +143,7 @@ def test_the_steps_before_a_failure_are_on_the_disk(
     assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
 
 
-@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.usefixtures("no_listeners")
 def test_a_run_that_is_interrupted_among_steps_that_wait_goes_on_with_the_same_records(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from scripted_observations import engine_spec, observation, step
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
-from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScheduleTable
+from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry
 from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
 
 OPS = (LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE, LifecycleOp.SET_ALPHA_TARGET)
@@ -53,11 +53,11 @@ def test_host_by_host_a_table_is_the_single_schedule(drawn, numbers, seed, manua
     refused = torch.rand(steps, n, generator=own) < 0.3
     changes = {"auto_gates": (True, not manual, True)}
     spec = engine_spec(num_envs=n, **changes)
-    together = ScriptedPolicy(FixedSchedules(ScheduleTable(several, spec), torch.tensor(which)), spec)
+    together = ScriptedPolicy(FixedSchedules(several, spec).following(torch.tensor(which)), spec)
     said = actions(together, legal, refused)
     for host, k in enumerate(which):
         one = engine_spec(num_envs=1, **changes)
-        alone = ScriptedPolicy(FixedSchedules(ScheduleTable([several[k]], one)), one)
+        alone = ScriptedPolicy(FixedSchedules([several[k]], one), one)
         mine = slice(host, host + 1)
         assert said[:, mine].tolist() == actions(alone, legal[:, mine], refused[:, mine]).tolist()
 
@@ -66,4 +66,4 @@ def test_every_schedule_of_a_table_must_fit_the_engine():
     good = Schedule(id="good", version=1, entries=())
     bad = Schedule(id="bad", version=1, entries=(ScheduleEntry(1, canonical_action(LifecycleOp.PRUNE, slot=3)),))
     with pytest.raises(ConfigError, match=r"schedule 'bad': slot is 3 at step 1; this run has 0\.\.2"):
-        ScheduleTable([good, bad], engine_spec())
+        FixedSchedules([good, bad], engine_spec())

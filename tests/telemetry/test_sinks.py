@@ -26,32 +26,16 @@ from esper.telemetry.sinks import (
     run_id,
     scalars,
 )
+from small_runs import Notebook
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
-    """The tables of sinks and listeners, restored after the test, which begins without listeners."""
-    tables = (SINKS, module._LISTENERS)
-    before = [dict(table) for table in tables]
-    module._LISTENERS.clear()
+def registered(no_listeners: None) -> Iterator[None]:
+    """The table of sinks, restored after the test, which begins without listeners."""
+    before = dict(SINKS)
     yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
-
-
-class Notebook:
-    """Writes everything down, and notes that it was closed."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[str, dict[str, Any]]] = []
-        self.closed = 0
-
-    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self.taken.append((kind, dict(fields)))
-
-    def close(self) -> None:
-        self.closed += 1
+    SINKS.clear()
+    SINKS.update(before)
 
 
 class Failing(Notebook):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from tempfile import TemporaryFile
@@ -328,18 +329,15 @@ def grow(
         with in_process(spec):
             config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
             out = console(progress)
+            race = partial(_raced, config, seed=seed, steps=steps, keep=keep, out=out)
             try:
-                race = _Race(config, method, budget, seed, steps, keep, unfinished, out)
-                grown = race.run()
-                assert grown.leaderboard is not None
-                for other in () if race.stopped else beside:
-                    equal = Budget(flops=grown.leaderboard.budget, params=budget.params)
-                    race = _Race(config, other, equal, seed, steps, keep, None, out)
-                    board = race.run().leaderboard
-                    assert board is not None
-                    if race.stopped:
+                grown, board, stopped = race(method, budget, file=None if unfinished is None else expanded(unfinished))
+                for other in beside:
+                    if stopped:
                         break
-                    grown.beside[other] = board
+                    _, rival, stopped = race(other, Budget(flops=board.budget, params=budget.params))
+                    if not stopped:
+                        grown.beside[other] = rival
             except KeyboardInterrupt:
                 raise Stopped("stopped; nothing was kept") from None
             return grown
@@ -450,67 +448,62 @@ def _grown(
     return Grown(network, Timeline.of(watch.reports, engine.spec, best, float(stats.committed_acc[best]), unit))
 
 
-@final
-class _Race:
-    """A growth by one of `METHODS`, from its start or from its unfinished file to its network."""
+def _raced(
+    config: RunConfig,
+    method: Method,
+    budget: Budget,
+    *,
+    seed: int,
+    steps: int | None,
+    keep: Keep,
+    out: RunConsole,
+    file: Path | None = None,
+) -> tuple[Grown, Leaderboard, bool]:
+    """A growth by one of `METHODS`, from its start or its unfinished file; Ctrl-C ends it after a step.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        method: Method,
-        budget: Budget,
-        seed: int,
-        steps: int | None,
-        keep: Keep,
-        unfinished: Path | str | None,
-        out: RunConsole,
-    ) -> None:
-        self._out, self._file = out, None if unfinished is None else expanded(unfinished)
-        self.stopped = False
-        if self._file is not None:
-            _require_place(self._file)
-        device = device_of(config)
-        dataset = dataset_of(config, device)
-        if dataset is None:
-            raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
-        out.say(f"esper: grow {config.task} by {method}, seed {seed}")
-        self._growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
-        if self._file is not None and self._file.exists():
-            self._growth.read(self._file)
-            out.say(f"continued after step {self._growth.t} of {self._growth.steps}")
-        out.say(self._growth.plan)
-
-    def run(self) -> Grown:
-        """Train the candidates; Ctrl-C ends it after a step, with the best one so far."""
-        growth, requests, saved = self._growth, list[bool](), time.monotonic()
-        progress = PassProgress(self._out, 100)
-        with progress, stop_signals(lambda: requests.append(True)):
-            if self._file is not None:
-                growth.write(self._file)
-            progress.skip(100.0 * growth.share)
-            while not growth.is_over and not requests:
-                before, entries = growth.share, len(growth.entries)
-                growth.step()
-                progress.stage(growth.place)
-                progress.advance(100.0 * (growth.share - before))
-                due = requests or len(growth.entries) > entries or time.monotonic() - saved > SAVE_EVERY
-                if self._file is not None and due:
-                    growth.write(self._file)
-                    saved = time.monotonic()
-        if not growth.t:
-            raise KeyboardInterrupt
-        self.stopped = not growth.is_over
-        if self.stopped:
-            kept = f"; continue it with the same file, {self._file}" if self._file else ""
-            self._out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
-        network, entry, steps = growth.result()
-        if self._file is not None and not self.stopped:
-            self._file.unlink(missing_ok=True)
-        found = network.description
-        assert found.val is not None
-        rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
-        end = Row(steps, "", "end", None, None, found.val)
-        return Grown(network, Timeline([*rows, end], found.unit), growth.leaderboard(entry, steps, found.test))
+    Returns:
+        The network, all candidates, and whether Ctrl-C ended it: then the network is the best one so far.
+    """
+    if file is not None:
+        _require_place(file)
+    device = device_of(config)
+    dataset = dataset_of(config, device)
+    if dataset is None:
+        raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
+    out.say(f"esper: grow {config.task} by {method}, seed {seed}")
+    growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
+    if file is not None and file.exists():
+        growth.read(file)
+        out.say(f"continued after step {growth.t} of {growth.steps}")
+    out.say(growth.plan)
+    requests, saved, progress = list[bool](), time.monotonic(), PassProgress(out, 100)
+    with progress, stop_signals(lambda: requests.append(True)):
+        if file is not None:
+            growth.write(file)
+        progress.skip(100.0 * growth.share)
+        while not growth.is_over and not requests:
+            before, entries = growth.share, len(growth.entries)
+            growth.step()
+            progress.stage(growth.place)
+            progress.advance(100.0 * (growth.share - before))
+            due = requests or len(growth.entries) > entries or time.monotonic() - saved > SAVE_EVERY
+            if file is not None and due:
+                growth.write(file)
+                saved = time.monotonic()
+    if not growth.t:
+        raise KeyboardInterrupt
+    if stopped := not growth.is_over:
+        kept = f"; continue it with the same file, {file}" if file else ""
+        out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
+    network, entry, last = growth.result()
+    if file is not None and not stopped:
+        file.unlink(missing_ok=True)
+    found = network.description
+    assert found.val is not None
+    rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
+    timeline = Timeline([*rows, Row(last, "", "end", None, None, found.val)], found.unit)
+    board = growth.leaderboard(entry, last, found.test)
+    return Grown(network, timeline, board), board, stopped
 
 
 def _require_place(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer of a task, by the names and values of `torch.optim`."""
+"""A task of the user's: network, data, loss and optimizer, checked together and made a `TaskSpec`."""
 
 import inspect
 import math
@@ -264,12 +264,13 @@ class Task:
             class_names=tuple(map(str, classes)),
             run_seed=seed,
         )
+        identity = dict(dataset.identity)
         if (first.x_structure, first.y_structure) != (None, None):
-            words = {"structure": f"{first.x_structure}, {first.y_structure}"}
-            dataset = replace(dataset, identity={**dataset.identity, **words})
-        if digest is not None:  # a run does not go on with other ones
-            dataset = replace(dataset, identity={**dataset.identity, "sha256_weights": digest})
-        dataset = replace(dataset, inputs=prepare, augmentation=augmentation_of(augmentation, first.x_structure))
+            identity["structure"] = f"{first.x_structure}, {first.y_structure}"
+        if digest is not None:  # a run does not go on with other weights
+            identity["sha256_weights"] = digest
+        change = augmentation_of(augmentation, first.x_structure)
+        dataset = replace(dataset, identity=identity, inputs=prepare, augmentation=change)
         _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())

@@ -145,8 +145,8 @@ def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
     if command.out is None:
         return lambda report, path: None
     with optional("the picture at equal compute needs matplotlib", "report", "leave --out out"):
-        from esper.telemetry.report.compute import write_picture
-    return write_picture
+        from esper.telemetry.report.figures import write_equal_compute
+    return write_equal_compute
 
 
 def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> list["RunConfig"]:
@@ -226,51 +226,33 @@ def _search(command: Search, config: "RunConfig", group: "Group") -> int:
     budget = searching.default_budget(config) if command.budget is None else command.budget
     folder = folder_of_all(group, command.out, lambda: free_folder(config, "search"))
     console = RunConsole()
-    if command.portfolio:
-        if command.heuristic or command.num_envs is not None:
-            raise ConfigError("--portfolio goes with neither --heuristic nor --num-envs; leave one of them out.")
-        _search_plans(config, budget, folder, console, group)
-        return 0
-    num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
-    config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
-    passes = searching.passes_of(budget, num_envs, config.episode_length)
+    find: Callable[..., searching.Found | searching.FoundPlans]
+    if not command.portfolio:
+        hosts = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
+        config.engine(num_envs=hosts)  # refuses an impossible number of hosts
+        passes, what = searching.passes_of(budget, hosts, config.episode_length), "passes of"
+        device = device_of(config)
+        dataset = dataset_of(config, device)
+        by = searching.tune if command.heuristic else searching.search
+        find = partial(by, config, budget=budget, num_envs=hosts)
+    elif command.heuristic or command.num_envs is not None:
+        raise ConfigError("--portfolio goes with neither --heuristic nor --num-envs; leave one of them out.")
+    else:
+        plans = searching.PlanSearch(config, budget)
+        passes, hosts, what = plans.structures, plans.hosts, "structures on"
+        device, dataset, find = plans.device, plans.dataset, partial(plans.run, folder)
     console.say(
-        f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
+        f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} {what} {hosts} hosts x "
         f"{config.episode_length} steps, seed {config.seed}"
     )
-    device = device_of(config)
-    dataset = dataset_of(config, device)
-    require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=num_envs, episodes=passes)
+    require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=hosts, episodes=passes)
     with _made(folder, group), PassProgress(console, passes) as progress:
-        find = searching.tune if command.heuristic else searching.search
-        found = find(config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage)
+        found = find(on_pass=progress.advance, on_stage=progress.stage)
         if group.is_first:
             found.write(folder)
     if group.is_first:
         found.show(folder, console)
     return 0
-
-
-def _search_plans(config: "RunConfig", budget: int, folder: Path, console: RunConsole, group: "Group") -> None:
-    """Search portfolios and halvings, write the file and print what was found."""
-    from esper.runs.assembly.assemble import require_memory
-    from esper.runs.evaluation.search import PlanSearch
-    from esper.telemetry.progress import PassProgress
-
-    search = PlanSearch(config, budget)
-    passes, hosts = search.structures, search.hosts
-    console.say(
-        f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} structures on {hosts} hosts x "
-        f"{config.episode_length} steps, seed {config.seed}"
-    )
-    task = config.task_spec()
-    require_memory(config, task, search.dataset, search.device, console.say, num_envs=hosts, episodes=passes)
-    with _made(folder, group), PassProgress(console, passes) as progress:
-        found = search.run(folder, on_pass=progress.advance, on_stage=progress.stage)
-        if group.is_first:
-            found.write(folder)
-    if group.is_first:
-        found.show(folder, console)
 
 
 @contextmanager

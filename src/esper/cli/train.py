@@ -103,25 +103,20 @@ NEW_HOSTS = 32
 
 def train(command: Train) -> int:
     """Start or resume a run."""
-    from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.run_config import free_folder
     from esper.runs.training import runner
 
     console = RunConsole()
     if command.ranks is not None and command.ranks != 1:
         return _in_ranks(command, command.ranks)
-    if command.resume is not None:
-        path, config = command.resume, _continued(command, command.resume)
-        with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
-            summary = runner.resume(config, path, console)
-    elif len(command.task) > 1:
+    if command.resume is None and len(command.task) > 1:
         return _train_mixture(command, console)
-    else:
-        given = overrides(command, joined(command.set))
-        if command.architecture is not None:
-            given.setdefault("rounds", 1)
-        config = resolve(given, command.config, trust=command.trust)
-        with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
+    config = _config(command)
+    with ranks_of_job(config.rank_timeout) as group, _profiled(command, config, console, group):
+        if command.resume is not None:
+            path = command.resume
+            summary = runner.resume(config, path, console)
+        else:
             path = folder_of_all(group, command.out, lambda: free_folder(config, config.preset))
             summary = runner.start(config, path, console)
     if summary is None:
@@ -138,17 +133,13 @@ def train(command: Train) -> int:
 def _in_ranks(command: Train, ranks: int) -> int:
     """The same command in several processes; what is wrong with it is known before they start."""
     from esper.leyline import ranks as sharing
-    from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.run_config import free_folder
     from esper.telemetry.run_directory import require_free
 
     if len(command.task) > 1:
         raise ConfigError("several tasks train one policy in one process; leave --ranks out, or give one task.")
-    out: tuple[str, ...] = ()
-    if command.resume is not None:
-        config = _continued(command, command.resume)
-    else:
-        config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
+    out, config = tuple[str, ...](), _config(command)
+    if command.resume is None:
         require_free(path := command.out or free_folder(config, config.preset))
         out = () if command.out else ("--out", str(path))
     blocks = config.blocks or min(ranks, config.num_envs)
@@ -206,12 +197,14 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
     console.say(f"beside the best constant schedule: {found.verdict}")
 
 
-def _continued(command: Train, path: Path) -> "RunConfig":
-    """The configuration of an existing run with the changes of the command line."""
-    from esper.runs.assembly.presets import config_of_run
+def _config(command: Train) -> "RunConfig":
+    """The configuration of a new run, or of an existing one with the changes of the command line."""
+    from esper.runs.assembly.presets import config_of_run, resolve
     from esper.runs.assembly.run_config import CHANGEABLE
 
     given = overrides(command, joined(command.set))
+    if command.resume is None:
+        return resolve(({"rounds": 1} if command.architecture else {}) | given, command.config, trust=command.trust)
     extra = sorted(given.keys() - {"plugins", *CHANGEABLE})
     extra += [name for name in ("config", "out") if getattr(command, name) is not None]
     if extra:
@@ -219,7 +212,7 @@ def _continued(command: Train, path: Path) -> "RunConfig":
             f"{', '.join(extra)} cannot be changed when a run is resumed, only {', '.join(CHANGEABLE)} can; "
             "leave it out, or start a new run."
         )
-    return config_of_run(path, given, trust=command.trust)
+    return config_of_run(command.resume, given, trust=command.trust)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,9 +50,9 @@ def require_regular(path: Path) -> None:
     open_to_read(path).close()
 
 
-def read_bytes(path: Path, largest: int = LARGEST_TEXT) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """The content of a regular file; raises OSError like `open_to_read`."""
-    with open_to_read(path, largest) as file:
+    with open_to_read(path, LARGEST_TEXT) as file:
         return file.read()
 
 

@@ -214,6 +214,15 @@ RELEVANCE: tuple[tuple[bool, ...], ...] = tuple(tuple(op in head.used_by for hea
 """`RELEVANCE[op][head]`: whether the operation reads the head."""
 
 
+def canonical_action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:
+    """Eight head values with `heads` by name, e.g. slot=1, and the canonical value in all others."""
+    action = list(CANONICAL_ACTION)
+    for name, value in heads.items():
+        action[Head[name.upper()]] = value
+    action[Head.OP] = int(op)
+    return tuple(action)
+
+
 def head_sizes(num_slots: int, num_blueprints: int = NUM_BUILTIN_BLUEPRINTS) -> tuple[int, ...]:
     """Number of values of each head in a run with `num_slots` enabled slots."""
     sizes = [head.size for head in HEADS]

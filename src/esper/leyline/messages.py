@@ -331,6 +331,10 @@ class EngineSpec:
         """Number of values of each of the eight heads."""
         return head_sizes(self.num_slots, self.num_blueprints)
 
+    def selectable_mask(self) -> Bool[Tensor, " B"]:
+        """Whether a controller may choose each blueprint."""
+        return torch.isin(torch.arange(self.num_blueprints), torch.tensor(self.selectable)).to(self.device)
+
     def host_ids(self) -> Tensor:
         """Global host numbers, int64 [N]."""
         return torch.arange(self.host_offset, self.host_offset + self.num_envs, device=self.device)
@@ -354,39 +358,30 @@ class PolicyProtocol(Protocol):
 
     def initial_hidden(self, n: int) -> Hidden:
         """Zeros, each [L, n, H]."""
-        ...
 
     def begin_rollout(self, episode: int, hosts: Tensor) -> None:
         """Start an episode. `hosts` [N] are global host numbers, `episode` counts rounds from 0."""
-        ...
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """Choose the actions of step `obs.t` and advance the recurrent state."""
-        ...
 
     def store(self, step: StoredStep) -> None:
         """Store one step and reset the recurrent state of hosts with `valid` False. Does not read the device."""
-        ...
 
     def bootstrap(self, obs: Observation) -> Tensor:
         """Value [N] of the state after the last step; the recurrent state is used, but not changed."""
-        ...
 
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
         """Replace the reward of the last stored row of each masked host, which is rolled back, by `reward` [N]."""
-        ...
 
     def update(self) -> Mapping[str, float]:
         """Train on the stored rollout and return metrics by name; empty for scripted controllers."""
-        ...
 
     def state_dict(self) -> StateTree:
         """The state that a checkpoint needs."""
-        ...
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
-        ...
 
 
 RewardState = TypeVar("RewardState")
@@ -399,23 +394,18 @@ class RewardProtocol(Protocol, Generic[RewardState]):
     @property
     def terms(self) -> Sequence[str]:
         """Names of the columns of `RewardOutput.breakdown`."""
-        ...
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
         """The state at the start of an episode."""
-        ...
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """The reward of one step, and the new state."""
-        ...
 
     def rollback_reward(self, state: RewardState) -> Tensor:
         """[N]: the reward that replaces that of a host's last row when the host is rolled back."""
-        ...
 
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
         """The state with the masked hosts as at the start of an episode."""
-        ...
 
 
 @runtime_checkable
@@ -428,7 +418,6 @@ class EpisodeReward(RewardProtocol[RewardState], Protocol):
 
     def final_reward(self, kept: KeptNetwork) -> Tensor:
         """[N]: the term `terminal` of the last step, replaced once the result of the episode is known."""
-        ...
 
 
 @runtime_checkable
@@ -437,7 +426,6 @@ class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
 
     def finish(self, kept: KeptNetwork) -> None:
         """Take the result of the episode; called once, after the last step and before `update`."""
-        ...
 
 
 @runtime_checkable
@@ -446,7 +434,6 @@ class Sink(Protocol):
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take one record of plain values."""
-        ...
 
 
 @runtime_checkable
@@ -455,4 +442,3 @@ class ClosingSink(Sink, Protocol):
 
     def close(self) -> None:
         """Write what is left, and release what is open."""
-        ...

@@ -30,10 +30,11 @@ import torch
 
 from esper.leyline.lifecycle import Cause, LifecycleOp, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.runs.report import device_name, objective_of, shapley_of
+from esper.runs.report import objective_of, shapley_of
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.anomalies import Trend, of_flags, of_update
+from esper.telemetry.machine import device_name
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 
@@ -50,7 +51,7 @@ _CAUSES = {int(cause): cause.name for cause in Cause}
 
 
 def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int, device: torch.device) -> Event:
-    """The first event of a run, from `identity.run_shape` and `identity.fingerprint`."""
+    """The first event of a run, from `run_shape` and `fingerprint` of its configuration."""
     return {
         "kind": "run_started",
         "round": 0,
@@ -73,8 +74,8 @@ def step_events(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Eve
     return merge(_rollbacks(reports, spec), _moves(reports, spec), _refusals(reports, spec), key=itemgetter("t"))
 
 
-def _all(reports: Sequence[StepReport], field: str) -> np.ndarray:
-    """A field of all reports, stacked to [T, ...]."""
+def stacked(reports: Sequence[StepReport], field: str) -> np.ndarray:
+    """A field of all reports, [T, ...]."""
     return np.stack([getattr(report, field) for report in reports])
 
 
@@ -88,7 +89,7 @@ def _rows(at: tuple[np.ndarray, ...], *tables: np.ndarray) -> Iterator[tuple[Any
 
 
 def _rollbacks(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
-    for i, n in np.argwhere(_all(reports, "panic_reason")).tolist():
+    for i, n in np.argwhere(stacked(reports, "panic_reason")).tolist():
         report = reports[i]
         yield _head(report, "rollback", spec, n) | {
             "reason": PanicReason(int(report.panic_reason[n])).name.lower(),
@@ -110,7 +111,7 @@ def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
     here = (steps, hosts, slots)
     states = ("serial", "blueprint", "alpha", "contribution", "gate", "gate_passed", "gate_score")
     of_move = _rows(moved, before, after, cause)
-    of_seed = _rows(here, *(_all(reports, name) for name in states))
+    of_seed = _rows(here, *(stacked(reports, name) for name in states))
     places = zip(steps.tolist(), hosts.tolist(), slots.tolist(), strict=True)
     for (i, n, s), (old, new, why), (serial, blueprint, alpha, contribution, gate, passed, score) in zip(
         places, of_move, of_seed, strict=True
@@ -136,7 +137,7 @@ def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
 
 def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
     """FOSSILIZE operations that gate G5 refused."""
-    refused = (_all(reports, "gate") == 5) & ~_all(reports, "gate_passed")
+    refused = (stacked(reports, "gate") == 5) & ~stacked(reports, "gate_passed")
     for i, n, s in np.argwhere(refused).tolist():
         report = reports[i]
         blueprint = int(report.blueprint[n, s])

@@ -26,7 +26,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args
@@ -45,11 +45,10 @@ from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import parse
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
-from esper.runs.state_file import read_state, write_state
+from esper.runs.state_file import read_checked, write_state
 from esper.tasks.datasets import Dataset
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
@@ -330,16 +329,17 @@ def longest(costs: Sequence[float], until: Sequence[float], budget: float, done:
     Returns:
         At least one step for each stage, whatever that costs.
     """
-
-    def cost(steps: int) -> float:
-        ends = stage_ends(until, steps, done)
-        return sum(of * (end - begin) for of, begin, end in zip(costs, (done, *ends), ends, strict=False))
-
     low, high = done + len(costs), MAX_EPISODE_LENGTH
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost(middle) <= budget else (low, middle - 1)
+        low, high = (middle, high) if stages_cost(costs, until, middle, done) <= budget else (low, middle - 1)
     return low
+
+
+def stages_cost(costs: Sequence[float], until: Sequence[float], steps: int, done: int) -> float:
+    """FLOPs of the stages that are left, whose steps have these `costs`, if there are `steps` in all."""
+    ends = stage_ends(until, steps, done)
+    return sum(of * (end - begin) for of, begin, end in zip(costs, (done, *ends), ends, strict=False))
 
 
 def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, ...]:
@@ -353,15 +353,15 @@ def stage_ends(until: Sequence[float], steps: int, done: int = 0) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What the file of a growth says beside its tensors: its `key`, and attributes of `Growth`.
+    """What the file of a growth says beside its tensors: the attributes of `Growth` that have these names.
 
     Raises ConfigError where they do not fit together.
     """
 
     key: dict[str, Any]
     stages: tuple[Stage, ...]
-    entries: tuple[Entry, ...]
-    rows: tuple[AtLeast0, ...]
+    entries: list[Entry]
+    rows: list[AtLeast0]
     best: tuple[AtLeast0, AtLeast0] | None
     t: AtLeast0
     steps: AtLeast1
@@ -403,8 +403,12 @@ class Growth:
 
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
+        best: entry and step of the network that is kept if growth ends now.
         t: steps so far. steps: those that are planned. spent: FLOPs so far.
         seconds: so far, with those before a stop; training_seconds: without those between stages.
+        stages: of the plan. stage: the present one, which began after step `begun` and ends with step `end`.
+        failed: climbs without a better candidate, the last ones. measured: step after which all validation examples
+            were measured.
 
     Raises:
         ConfigError: the budget is too small for the method, or for the network alone.
@@ -427,11 +431,11 @@ class Growth:
         self._dataset, self._device = dataset, device
         self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
         self.training_seconds = 0.0
-        self._begun, self._end = 0, config.episode_length
+        self.begun, self.end, self.stage, self.failed, self.measured = 0, config.episode_length, 0, 0, 0
         self.entries: list[Entry] = []
         self.rows: list[int] = []
-        self.best: tuple[int, int, StateTree] | None = None
-        """Entry, step and state of the network that is kept if growth ends now."""
+        self.best: tuple[int, int] | None = None
+        self._best_state: StateTree = {}
         self.steps = config.episode_length
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
@@ -447,12 +451,11 @@ class Growth:
         self._most = trial.most_hosts(free)
         batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
         self._trial_seconds = trial.batch_seconds / batch
-        self._stage, self._fixed, self._failed = 0, steps, 0
-        self._asked, self._keep, self._measured = method, keep, 0
+        self._fixed, self._asked, self._keep = steps, method, keep
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
-        begin, self._stages = self._plan("halving" if method == "auto" and self._is_rich else method)
+        begin, self.stages = self._plan("halving" if method == "auto" and self._is_rich else method)
         self.begin(begin)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -549,18 +552,22 @@ class Growth:
         return sum(costs) * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
 
     def _costs_left(self) -> list[float]:
-        return self._costs([self.entries[row].candidate for row in self.rows], self._stages[self._stage :])
+        return self._costs([self.entries[row].candidate for row in self.rows], self.stages[self.stage :])
+
+    @property
+    def _until(self) -> list[float]:
+        """The shares of all steps with which the stages that are left end."""
+        return [stage.until for stage in self.stages[self.stage :]]
 
     def _of_step(self, candidate: Candidate) -> float:
         return self._prices.of_step(self._prices.flops(candidate.architecture))
 
     def _replan(self) -> None:
         """As many steps as the budget allows; raises ConfigError if it does not hold one of each stage."""
-        costs, until = self._costs_left(), [stage.until for stage in self._stages[self._stage :]]
+        costs, until = self._costs_left(), self._until
         left = self._left() - self._measuring(costs)
         self.steps = self._fixed or longest(costs, until, left, self.t)
-        ends = stage_ends(until, self.steps, self.t)
-        least = sum(of * (end - begin) for of, begin, end in zip(costs, (self.t, *ends), ends, strict=False))
+        least = stages_cost(costs, until, self.steps, self.t)
         if self.t == 0 and least > left:
             raise ConfigError(
                 f"the budget holds {short(self._left())} FLOPs, but a step of the network alone costs "
@@ -568,7 +575,7 @@ class Growth:
                 f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make steps "
                 f"shorter with batches_per_step."
             )
-        self._end = ends[0]
+        self.end = stage_ends(until, self.steps, self.t)[0]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -584,10 +591,10 @@ class Growth:
 
     def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
         optimizer = self._config.optimizer  # trained weights need no warm-up
-        optimizer = replace(optimizer, warmup=0 if self._begun else min(optimizer.warmup, self._end - 1))
-        config = replace(self._config, episode_length=self._end, optimizer=optimizer)
+        optimizer = replace(optimizer, warmup=0 if self.begun else min(optimizer.warmup, self.end - 1))
+        config = replace(self._config, episode_length=self.end, optimizer=optimizer)
         hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
-        hosts = replace(hosts, distinct_hosts=1, schedule_begin=self._begun)
+        hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)
         rates = [candidate.rate for candidate in candidates]
         return engine_of(
             config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
@@ -630,11 +637,11 @@ class Growth:
             cost = self._of_step(self.entries[row].candidate)
             self.entries[row].spent += cost
             self.spent += cost
-        is_last = self._stage == len(self._stages) - 1
-        if self.t == self._end or (is_last and self._keep == "best"):
+        is_last = self.stage == len(self.stages) - 1
+        if self.t == self.end or (is_last and self._keep == "best"):
             self._measure()
         self.training_seconds += time.monotonic() - began
-        if self.t == self._end and not is_last:
+        if self.t == self.end and not is_last:
             self._next_stage()
         self.seconds += time.monotonic() - began
 
@@ -647,11 +654,11 @@ class Growth:
             entry.val[-1], entry.loss[-1] = float(val), float(loss)
             cost = self._prices.of_measuring(entry.flops)
             entry.spent, self.spent = entry.spent + cost, self.spent + cost
-        self._measured = self.t
+        self.measured = self.t
         best = max(self.rows, key=lambda row: self.entries[row].score)
         found = self.entries[best].score
         if math.isfinite(found) and (self.best is None or found >= self.entries[self.best[0]].val[self.best[1] - 1]):
-            self.best = best, self.t, self._engine.state_of([self.rows.index(best)])
+            self.best, self._best_state = (best, self.t), self._engine.state_of([self.rows.index(best)])
 
     def _listen(self, report: StepReport) -> None:
         for place, row in enumerate(self.rows):
@@ -659,16 +666,16 @@ class Growth:
             self.entries[row].loss.append(float(report.val_loss[place]))
 
     def _next_stage(self) -> None:
-        self._stage += 1
-        stage = self._stages[self._stage]
-        known = [row for row in self.rows if self._stage > 1 or self.entries[row].candidate.rate == 1.0]
+        self.stage += 1
+        stage = self.stages[self.stage]
+        known = [row for row in self.rows if self.stage > 1 or self.entries[row].candidate.rate == 1.0]
         ranked = sorted(known, key=self._merit, reverse=True)
         chosen: list[tuple[int, Candidate | None]] = [self._at_best_rate(row) for row in ranked[: stage.kept]]
         row, candidate = chosen[0]
-        self._failed = self._failed + 1 if self._stage > 1 and self.entries[row].born < self._begun else 0
-        if self._failed == _PATIENCE:
-            self._stages, stage = (*self._stages[: self._stage], self._stages[-1]), self._stages[-1]
-        self._begun = self.t
+        self.failed = self.failed + 1 if self.stage > 1 and self.entries[row].born < self.begun else 0
+        if self.failed == _PATIENCE:
+            self.stages, stage = (*self.stages[: self.stage], self.stages[-1]), self.stages[-1]
+        self.begun = self.t
         grown = self._neighbours(candidate or self.entries[row].candidate)
         self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
 
@@ -687,7 +694,7 @@ class Growth:
         candidate = self.entries[row].candidate
         alone = [other for other in self.rows if not self.entries[other].candidate.architecture.slots]
         best = max(alone, key=self._merit) if alone else row
-        if self._stage > 1 or candidate.rate == self.entries[best].candidate.rate:
+        if self.stage > 1 or candidate.rate == self.entries[best].candidate.rate:
             return row, None
         if not candidate.architecture.slots:
             return best, None
@@ -733,9 +740,10 @@ class Growth:
         Raises:
             ExportError: the loss of every candidate is NaN or infinite.
         """
-        if self._measured < self.t and all(len(self.entries[row].val) > self.entries[row].born for row in self.rows):
+        if self.measured < self.t and all(len(self.entries[row].val) > self.entries[row].born for row in self.rows):
             self._measure()  # stopped within a stage
-        row, steps, state = self.best or (self.rows[0], self.t, self._engine.state_of([0]))
+        row, steps = self.best or (self.rows[0], self.t)
+        state = self._best_state or self._engine.state_of([0])
         self.rows = [row]
         self._load(state)
         self._engine.end_episode()
@@ -774,7 +782,7 @@ class Growth:
     @property
     def plan(self) -> str:
         """What will happen, in a line."""
-        sizes = " -> ".join(str(stage.kept + stage.new) for stage in self._stages)
+        sizes = " -> ".join(str(stage.kept + stage.new) for stage in self.stages)
         return (
             f"plan: {counted(self.steps, 'step')}, candidates {sizes}, at most {short(self.spent + self._left())} FLOPs"
         )
@@ -789,13 +797,11 @@ class Growth:
     @property
     def share(self) -> float:
         """Share of the work that is done."""
-        ends = stage_ends([stage.until for stage in self._stages[self._stage :]], self.steps, self.t)
-        left = sum(
-            of * (end - begin) for of, begin, end in zip(self._costs_left(), (self.t, *ends), ends, strict=False)
-        )
+        left = stages_cost(self._costs_left(), self._until, self.steps, self.t)
         return self.spent / (self.spent + left) if self.t < self.steps else 1.0
 
-    def _key(self) -> dict[str, Any]:
+    @property
+    def key(self) -> dict[str, Any]:
         """What decides the outcome, as JSON values."""
         free = {"device", "threads", "data_dir", "executor"}
         settings = {name: value for name, value in plain_values(self._config).items() if name not in free}
@@ -806,42 +812,19 @@ class Growth:
 
     def write(self, file: Path) -> None:
         """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
-        about = _Saved(
-            key=self._key(),
-            stages=self._stages,
-            entries=tuple(self.entries),
-            rows=tuple(self.rows),
-            best=self.best[:2] if self.best else None,
-            t=self.t,
-            steps=self.steps,
-            spent=self.spent,
-            seconds=self.seconds,
-            training_seconds=self.training_seconds,
-            stage=self._stage,
-            end=self._end,
-            failed=self._failed,
-            begun=self._begun,
-            measured=self._measured,
-        )
-        state = with_prefix("best", self.best[2]) if self.best else {}
-        write_state(file, asdict(about), state | with_prefix("rows", self._engine.state_dict()))
+        about = _Saved(**{f.name: getattr(self, f.name) for f in fields(_Saved)})
+        state = with_prefix("best", self._best_state) | with_prefix("rows", self._engine.state_dict())
+        write_state(file, asdict(about), state)
 
     def read(self, file: Path) -> None:
         """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
-        about, state = read_state(file)
-        if about.get("key") != self._key():
+        found, state = read_checked(file, _Saved, "; remove it to begin again")
+        if found.key != self.key:
             raise CheckpointError(
                 f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
                 "file."
             )
-        try:
-            found = parse(_Saved, about)
-        except ConfigError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}; remove it to begin again.") from error
-        self._stages, self.entries, self.rows = found.stages, list(found.entries), list(found.rows)
-        self.best = (*found.best, below("best", state)) if found.best else None
-        self.t, self.steps, self.spent = found.t, found.steps, found.spent
-        self.seconds, self.training_seconds = found.seconds, found.training_seconds
-        self._stage, self._end, self._failed = found.stage, found.end, found.failed
-        self._begun, self._measured = found.begun, found.measured
+        for name in vars(found).keys() - {"key"}:
+            setattr(self, name, getattr(found, name))
+        self._best_state = below("best", state)
         self._load(below("rows", state))

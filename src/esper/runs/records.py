@@ -30,6 +30,7 @@ from esper.leyline.lifecycle import (
 )
 from esper.leyline.messages import EngineSpec
 from esper.runs import events
+from esper.runs.events import stacked
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
@@ -168,32 +169,32 @@ class RecordRows:
 
     def _steps(self, reports: Sequence[StepReport]) -> Rows:
         names = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")
-        panic, action = _stack(reports, "panic_reason"), _stack(reports, "actions")
-        decided = _stack(reports, "decided")
+        panic, action = stacked(reports, "panic_reason"), stacked(reports, "actions")
+        decided = stacked(reports, "decided")
         op = np.where(decided, action[..., Head.OP], -1).astype(np.int8)
-        host_params = np.maximum(_stack(reports, "host_params"), 1)
-        columns = self._places(reports) | {name: _stack(reports, name) for name in names}
+        host_params = np.maximum(stacked(reports, "host_params"), 1)
+        columns = self._places(reports) | {name: stacked(reports, name) for name in names}
         columns |= {
-            "growth": 1.0 + np.stack([report.committed_params for report in reports]) / host_params,
-            "total_params": np.stack([report.total_params for report in reports]),
-            "reward": _stack(reports, "reward"),
+            "growth": 1.0 + stacked(reports, "committed_params") / host_params,
+            "total_params": stacked(reports, "total_params"),
+            "reward": stacked(reports, "reward"),
             "rollback": (panic - 1).astype(np.int8),
             "op": op,
         }
         for head in (Head.SLOT, Head.BLUEPRINT, *_HEAD_LABELS):
             read = decided & _RELEVANT[op, head]
             columns[HEAD_NAMES[head]] = np.where(read, action[..., head], -1).astype(np.int16)
-        columns["success"] = _stack(reports, "effective_op") == action[..., Head.OP]
-        probability = np.where(decided[..., None], _stack(reports, "op_prob"), np.nan)
+        columns["success"] = stacked(reports, "effective_op") == action[..., Head.OP]
+        probability = np.where(decided[..., None], stacked(reports, "op_prob"), np.nan)
         columns |= {f"p_{name.lower()}": probability[..., i] for i, name in enumerate(OP_NAMES)}
         # a number for each set of heads; NULL for controllers without masks, whose probabilities are NaN
         masked = decided & np.isfinite(probability[..., LifecycleOp.WAIT])
         sets, number = np.unique(
-            _stack(reports, "constrained") @ (1 << np.arange(len(HEAD_NAMES))), return_inverse=True
+            stacked(reports, "constrained") @ (1 << np.arange(len(HEAD_NAMES))), return_inverse=True
         )
         columns["constrained"] = np.where(masked, number.reshape(decided.shape), -1).astype(np.int16)
-        columns["value"] = np.where(decided, _stack(reports, "value"), np.nan)
-        terms, flags = np.where(decided[..., None], _stack(reports, "breakdown"), np.nan), _stack(reports, "flags")
+        columns["value"] = np.where(decided, stacked(reports, "value"), np.nan)
+        terms, flags = np.where(decided[..., None], stacked(reports, "breakdown"), np.nan), stacked(reports, "flags")
         columns |= {TERM + name: terms[..., i] for i, name in enumerate(self._terms)}
         columns |= {FLAG + name: flags[..., i] & decided for i, name in enumerate(FLAGS)}
         labels = {HEAD_NAMES[head]: names for head, names in _HEAD_LABELS.items()} | {
@@ -206,12 +207,12 @@ class RecordRows:
         return Rows("steps", {name: np.ascontiguousarray(x).reshape(-1) for name, x in columns.items()}, labels)
 
     def _slots(self, reports: Sequence[StepReport]) -> Rows:
-        stage = _stack(reports, "stage")
+        stage = stacked(reports, "stage")
         at = np.nonzero(_LIVE[stage])  # step, host, slot
         columns = {name: place[at[:2]] for name, place in self._places(reports).items()}
         columns |= {"slot": at[2].astype(np.int16), "stage": stage[at].astype(np.int8)}
         names = ("serial", "blueprint", "alpha", "contribution", "params")
-        columns |= {name: _stack(reports, name)[at] for name in names}
+        columns |= {name: stacked(reports, name)[at] for name in names}
         labels = {"slot": self._spec.slot_ids, "stage": _STAGES, "blueprint": self._spec.blueprint_names}
         return Rows("slots", columns, labels)
 
@@ -219,11 +220,11 @@ class RecordRows:
         pieces: list[dict[str, np.ndarray]] = []
         weights = 1 << np.arange(self._spec.num_slots, dtype=np.int64)
         for reports in groups:
-            valid = _stack(reports, "measured_valid") & (_stack(reports, "panic_reason") == 0)[..., None]
+            valid = stacked(reports, "measured_valid") & (stacked(reports, "panic_reason") == 0)[..., None]
             at = np.nonzero(valid)  # step, host, coalition
             piece = {name: place[at[:2]] for name, place in self._places(reports).items()}
-            piece["members"] = _stack(reports, "measured_sets")[at] @ weights
-            pieces.append(piece | {"accuracy": _stack(reports, "measured_acc")[at]})
+            piece["members"] = stacked(reports, "measured_sets")[at] @ weights
+            pieces.append(piece | {"accuracy": stacked(reports, "measured_acc")[at]})
         columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         found, columns["members"] = np.unique(columns["members"], return_inverse=True)
         return Rows("coalitions", columns, {"members": [_joined(self._spec.slot_ids, int(number)) for number in found]})
@@ -232,8 +233,3 @@ class RecordRows:
 def _joined(names: Sequence[str], number: int) -> str:
     """The names of the bits of a number, separated by +."""
     return "+".join(name for i, name in enumerate(names) if number >> i & 1)
-
-
-def _stack(reports: Sequence[StepReport], field: str) -> np.ndarray:
-    """A field of all reports, [T, ...]."""
-    return np.stack([getattr(report, field) for report in reports])

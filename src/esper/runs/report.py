@@ -16,6 +16,7 @@ from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.simic.shapley import shapley_values
 from esper.tasks.losses import perplexity
+from esper.telemetry.machine import device_name
 from esper.tolaria.state import RolloutStats, StepReport
 
 
@@ -46,11 +47,6 @@ def ops_by_name(ops: np.ndarray) -> dict[str, int]:
     """Number of effective operations by name; `ops` is [..., 6]."""
     totals = ops.reshape(-1, len(_OPS)).sum(axis=0)
     return dict(zip(_OPS, totals.tolist(), strict=True))
-
-
-def device_name(device: torch.device) -> str:
-    """Name of the GPU, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def slots_by_stage(stage: np.ndarray) -> dict[str, int]:

@@ -4,16 +4,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.files import draft_of, json_of, require_regular, sync
 from esper.leyline.tensor_dataclass import state_digest
+from esper.runs.assembly.values import parse
 from esper.telemetry.run_directory import CHECKPOINTS, continuing
+
+C = TypeVar("C")
 
 
 def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
@@ -58,6 +61,15 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return about, state
+
+
+def read_checked(path: Path, kind: type[C], way: str = "") -> tuple[C, dict[str, Tensor]]:
+    """The same with the values as a dataclass, whose types are checked; `way` out of a CheckpointError that says so."""
+    about, state = read_state(path)
+    try:
+        return parse(kind, about), state
+    except ConfigError as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error).removesuffix('.')}{way}.") from error
 
 
 def _digest(text: str, state: Mapping[str, Tensor]) -> str:

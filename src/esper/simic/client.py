@@ -234,7 +234,7 @@ class SimicClient(_WithReward):
         self.agent = new_agent(
             network.to(self.device),
             ppo_config,
-            selectable=_selectable(spec, self.device),
+            selectable=spec.selectable_mask().to(self.device),
             total_updates=total_updates,
         )
         self._clock_T = torch.arange(1, spec.episode_length + 1, device=self.device)
@@ -496,13 +496,6 @@ def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) ->
             f"the network has slots, blueprints, feature width, hidden width and layers {found}, but engine and ppo "
             f"ask for {wanted}; build the network from the spec of the engine and the configuration of the run."
         )
-
-
-def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:
-    """Blueprints a controller may choose, as a mask."""
-    mask = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
-    mask[list(spec.selectable)] = True
-    return mask
 
 
 @final

@@ -35,7 +35,7 @@ from esper.leyline.messages import EngineSpec, Observation, PolicyProtocol, Stor
 from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single
+from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, fill, single
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
 TRIES = 4  # blueprints that each host tries
@@ -70,8 +70,7 @@ class ExploreThenCommit:
         self._last_start = spec.episode_length - grown - spec.num_slots
         self._patience = GATE_PATIENCE * spec.min_training_epochs
         self._numbers = torch.arange(spec.num_blueprints, device=device)
-        self._selectable = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
-        self._selectable[list(spec.selectable)] = True
+        self._selectable = spec.selectable_mask()
         self._growing = torch.tensor(stages_mask(GROWING), device=device)
         self._canonical = canonical_actions(device)
         self._priority = torch.tensor(_PRIORITY, device=device)
@@ -227,7 +226,7 @@ def pick(mask: Bool[Tensor, "*N V"], u: Float[Tensor, "*N"]) -> Int[Tensor, "*N"
 
 def scheduled(schedule: Schedule, spec: EngineSpec) -> ScriptedPolicy[Remaining]:
     """A controller that follows `schedule`."""
-    return ScriptedPolicy(FixedSchedules(ScheduleTable([schedule], spec)), spec)
+    return ScriptedPolicy(FixedSchedules([schedule], spec), spec)
 
 
 PolicyMaker = Callable[[EngineSpec], PolicyProtocol | Script[Any]]
@@ -238,7 +237,7 @@ _MAKERS: dict[str, PolicyMaker] = {
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": Heuristic,
     "explore_then_commit": ExploreThenCommit,
-    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.plant`)
+    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.architectures`)
 }
 BASELINES = tuple(_MAKERS)
 """Those of this package."""

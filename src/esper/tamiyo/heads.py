@@ -9,7 +9,7 @@ Nothing here reads the device. A stored action outside its mask, or a logit that
 `check_stored_actions` and `check_logits` give the reason as metrics of the update.
 
 Shape legend: S = slots, B = blueprints, V = values of all heads, concatenated; leading axes R are hosts, or hosts and
-steps. Inside, R is one axis and comes last, see `masks.py`; H are the heads of a layout.
+steps. Inside, R is one axis and comes last; H are the heads of a layout.
 """
 
 from functools import lru_cache

@@ -49,7 +49,6 @@ from esper.tamiyo.schedules import (
     FollowRule,
     Schedule,
     ScheduleEntry,
-    ScheduleTable,
     ThresholdRule,
 )
 from esper.tamiyo.scripted import Script, canonical_action
@@ -77,7 +76,7 @@ def script_of(policy: Policy, spec: EngineSpec) -> Script[Any]:
     if isinstance(policy, HeuristicRules):
         return Heuristic(spec, policy)
     if isinstance(policy, Schedule):
-        return FixedSchedules(ScheduleTable([policy], spec))
+        return FixedSchedules([policy], spec)
     return FollowRule(policy, spec)
 
 

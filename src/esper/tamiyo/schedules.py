@@ -14,6 +14,7 @@ ADVANCE rows, and WAIT last).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import combinations, groupby, pairwise
 from typing import final
@@ -135,13 +136,16 @@ class Remaining:
 
 
 @final
-class ScheduleTable:
-    """The rows of several schedules side by side; raises ConfigError if one does not fit the engine."""
+class FixedSchedules:
+    """A script by which each host follows one of several schedules, the first of them unless `following` says more.
+
+    Raises ConfigError if one does not fit the engine.
+    """
 
     def __init__(self, schedules: Sequence[Schedule], spec: EngineSpec) -> None:
         for schedule in schedules:
             schedule.check(spec)
-        self.schedules = tuple(schedules)
+        self._which: Int[Tensor, " N"] | None = None
         advance = [] if all(spec.auto_gates) else [LifecycleOp.ADVANCE] * spec.num_slots
         idle = [ScheduleEntry(0, canonical_action(op, slot=slot)) for slot, op in enumerate(advance)]
         idle.append(ScheduleEntry(0, canonical_action(LifecycleOp.WAIT)))
@@ -157,8 +161,17 @@ class ScheduleTable:
         gated_KR = self._actions[..., Head.STYLE] == Style.GATED_GATE
         self._gate_free = ~(gated_KR & (op_KR == LifecycleOp.SET_ALPHA_TARGET))
 
-    def begin(self, which: Int[Tensor, " N"]) -> Remaining:
-        """All rows remain; host n follows schedule `which[n]`."""
+    def following(self, which: Int[Tensor, " N"]) -> "FixedSchedules":
+        """The same schedules, of which host n follows `which[n]`."""
+        other = copy(self)
+        other._which = which
+        return other
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
+        """All rows remain."""
+        del episode
+        which = torch.zeros_like(hosts) if self._which is None else self._which
+        assert which.shape == hosts.shape, "one schedule per host"
         rows = torch.ones(len(which), len(self._row), dtype=torch.bool, device=which.device)
         return Remaining(which=which, rows=rows)
 
@@ -180,29 +193,6 @@ class ScheduleTable:
         possible_NR = self._gate_free[which_N] | obs.has_gate.gather(1, self._slot[which_N])
         can_NR = legal_NR & possible_NR & memory.rows & (self._earliest[which_N] <= obs.t)
         return can_NR.to(torch.int8).argmax(dim=1)
-
-
-@final
-class FixedSchedules:
-    """Host n follows the schedule `which[n]` of a table, the first one without `which`."""
-
-    def __init__(self, table: ScheduleTable, which: Int[Tensor, " N"] | None = None) -> None:
-        self.table, self._which = table, which
-
-    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
-        """All rows remain."""
-        del episode
-        which = torch.zeros_like(hosts) if self._which is None else self._which
-        assert which.shape == hosts.shape, "one schedule per host"
-        return self.table.begin(which)
-
-    def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
-        """The first row that can be executed."""
-        return self.table.decide(obs, memory)
-
-    def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
-        """Remove the entry that was executed."""
-        return self.table.remember(memory, step)
 
 
 Feature = Callable[[Observation], Tensor]
@@ -256,25 +246,24 @@ class FollowRule:
         rule.check(spec)
         self.rule = rule
         self._read = FEATURES[rule.feature]
-        self._table = ScheduleTable([rule.below, rule.above], spec)
+        self._sides = FixedSchedules([rule.below, rule.above], spec)
         self._wait = canonical_actions(spec.device)[LifecycleOp.WAIT]
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
         """Nothing is decided yet."""
-        del episode
-        return self._table.begin(torch.ones_like(hosts))
+        return self._sides.following(torch.ones_like(hosts)).begin(episode, hosts)
 
     def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
         """WAIT before the step of the rule, then the next action of the schedule."""
         if obs.t < self.rule.step:
             return self._wait.expand(obs.num_envs, -1).clone()
-        return self._table.decide(obs, self._decided(obs, memory))
+        return self._sides.decide(obs, self._decided(obs, memory))
 
     def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
         """Keep the schedule that was chosen, and remove the entry that was executed."""
         if step.t < self.rule.step:
             return memory
-        return self._table.remember(self._decided(step.obs, memory), step)
+        return self._sides.remember(self._decided(step.obs, memory), step)
 
     def _decided(self, obs: Observation, memory: Remaining) -> Remaining:
         if obs.t != self.rule.step:

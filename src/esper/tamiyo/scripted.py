@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.lifecycle import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.lifecycle import canonical_action as canonical_action
 from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
 from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
 
@@ -32,15 +33,12 @@ class Script(Protocol[M]):
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> M:
         """Memory at the start of an episode."""
-        ...
 
     def decide(self, obs: Observation, memory: M) -> Int[Tensor, "N 8"]:
         """The actions of this step; each must be legal."""
-        ...
 
     def remember(self, memory: M, step: StoredStep) -> M:
         """Memory after a step."""
-        ...
 
 
 @final
@@ -99,15 +97,6 @@ class ScriptedPolicy(Generic[M]):
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         self._memory = restored(self._memory, state, "scripted controller")
-
-
-def canonical_action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:
-    """Eight head values with `heads` by name, e.g. slot=1, and the canonical value in all others."""
-    action = list(CANONICAL_ACTION)
-    for name, value in heads.items():
-        action[Head[name.upper()]] = value
-    action[Head.OP] = int(op)
-    return tuple(action)
 
 
 def canonical_actions(device: torch.device) -> Int[Tensor, "6 8"]:

@@ -82,8 +82,8 @@ class MixedImages:
         fractions: share of its training examples that a host is given.
         noises: share of the training labels that are replaced by another class of the host.
         lr_factors: factors of the learning rate.
-        views: how many variants of each image the data set holds, one after another (`datasets.variants`); a host sees
-            one of them.
+        views: how many variants of each image the data set holds, one after another (`datasets.images.with_views`); a
+            host sees one of them.
     """
 
     num_classes: int

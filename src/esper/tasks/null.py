@@ -32,6 +32,7 @@ from esper.leyline.lifecycle import (
     Head,
     LifecycleOp,
     SeedStage,
+    canonical_action,
     stages_mask,
 )
 from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, to_normal, words
@@ -295,10 +296,6 @@ def best_schedule(
     for slot, e in enumerate(germinations(episode_length, min_training_epochs, num_slots)):
         steps.append((e, 0, slot, LifecycleOp.GERMINATE, blueprint))
         steps.append((e + min_training_epochs + _TICKS + 1, 1, slot, LifecycleOp.FOSSILIZE, 0))
-    return tuple(BestStep(e, _action(op, slot, blueprint)) for e, _, slot, op, blueprint in sorted(steps))
-
-
-def _action(op: LifecycleOp, slot: int, blueprint: int) -> tuple[int, ...]:
-    action = list(CANONICAL_ACTION)
-    action[Head.OP], action[Head.SLOT], action[Head.BLUEPRINT] = int(op), slot, blueprint
-    return tuple(action)
+    return tuple(
+        BestStep(e, canonical_action(op, slot=slot, blueprint=blueprint)) for e, _, slot, op, blueprint in sorted(steps)
+    )

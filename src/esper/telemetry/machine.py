@@ -16,7 +16,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
     """Device, processor, versions (that of the driver of a GPU too), threads, date and commit, by name."""
     on_gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": device_name(device),
         "cpu": cpu_name(),
         "cuda": str(torch.version.cuda) if on_gpu else "none",
         "driver": driver_version() if on_gpu else "none",
@@ -26,6 +26,11 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def version() -> str:

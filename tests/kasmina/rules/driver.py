@@ -22,7 +22,7 @@ from esper.kasmina.rules.lifecycle import (
     training_cost,
 )
 from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
-from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
+from esper.leyline.lifecycle import Head, LifecycleOp, canonical_action
 from esper.leyline.messages import HostState, Measurements, SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
@@ -48,11 +48,7 @@ def seed_costs(num_slots: int) -> SeedCosts:
 
 def action(op: LifecycleOp = LifecycleOp.WAIT, **heads: int) -> list[int]:
     """One host's action; heads that are not named are canonical (blueprint 1, because 0 is not selectable)."""
-    row = list(CANONICAL_ACTION)
-    row[Head.BLUEPRINT], row[Head.OP] = 1, int(op)
-    for name, value in heads.items():
-        row[Head[name.upper()]] = value
-    return row
+    return list(canonical_action(op, **{"blueprint": 1} | heads))
 
 
 def actions(*rows: list[int]) -> Tensor:

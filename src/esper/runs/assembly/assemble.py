@@ -95,8 +95,8 @@ def require_memory(
     device: torch.device,
     say: Callable[[str], None],
     *,
-    num_envs: int | None = None,
-    episodes: int | None = None,
+    num_envs: int,
+    episodes: int,
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
@@ -108,8 +108,8 @@ def require_memory(
         dataset: theirs.
         device: theirs.
         say: gets the line.
-        num_envs: hosts, those of the run if not given.
-        episodes: in which all of them are trained, the rounds of the run if not given.
+        num_envs: hosts.
+        episodes: in which all of them are trained.
         available: bytes that this process can still take; measured if not given.
         setting: the name under which the user gave the number of hosts.
 
@@ -123,13 +123,13 @@ def require_memory(
         scripted = MemoryPrediction(
             process=resident_bytes(), host=rollout, at_once=0, together=False, threads=1, policy=policy
         )
-        scripted.require(engine.num_envs, free, setting)
+        scripted.require(num_envs, free, setting)
         return
     predicted = replace(predict(engine, task, dataset, device, others=rollout), policy=policy)
-    predicted.require(engine.num_envs, free, setting)
-    total, here = predicted.total(engine.num_envs), free + predicted.process
+    predicted.require(num_envs, free, setting)
+    total, here = predicted.total(num_envs), free + predicted.process
     say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")
-    trainings = engine.num_envs * (config.rounds if episodes is None else episodes)
+    trainings = num_envs * episodes
     batches = len(training_bounds(task, dataset))
     measured = len(dataset.val) / task.batch_train / _MEASURED_PER_TRAINED
     each = config.episode_length * (batches + measured) * predicted.batch_seconds

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 
 from esper.leyline.architecture import Architecture
@@ -31,7 +30,7 @@ from esper.runs.evaluation.climbing import Climb, climbs_of
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
 from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
-from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, digest_of_file, key_of, run_controller
+from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import (
     Plans,
     in_random_order,
@@ -58,8 +57,9 @@ from esper.runs.evaluation.results import (
 from esper.runs.evaluation.rewards import differing, is_of_reward
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
-from esper.tasks.datasets import Dataset, data_label
+from esper.tasks.datasets import data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
+from esper.telemetry.record.writer import sha256_of
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.memory import available_bytes
 
@@ -421,14 +421,13 @@ def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[
     return groups
 
 
-@dataclass(frozen=True)
 class _Place:
     """The hosts of a group: where they are and what they learn."""
 
-    group: Group
-    config: RunConfig
-    dataset: Dataset | None
-    device: torch.device
+    def __init__(self, group: Group) -> None:
+        self.group, self.config = group, replace(group.config, compile="off")
+        self.device = device_of(self.config)
+        self.dataset = dataset_of(self.config, self.device)
 
     @cached_property
     def engine(self) -> VectorizedEngine:
@@ -447,12 +446,6 @@ class _Place:
         return CostMeter(self.config.task_spec(), self.dataset, spec, costs, structures)
 
 
-def _place(group: Group) -> _Place:
-    config = replace(group.config, compile="off")
-    device = device_of(config)
-    return _Place(group, config, dataset_of(config, device), device)
-
-
 class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
@@ -467,7 +460,7 @@ class _Session:
         self.groups, self.config = groups, replace(groups[0].config, compile="off")
         self._num_envs, self._store = num_envs, store
         self._progress, self._console = progress, console
-        self._places = [_place(group) for group in groups]
+        self._places = [_Place(group) for group in groups]
         self._controllers = dict[tuple[int, str], Controller]()
         self._found = dict[tuple[int, str], Outcome]()
         self._structures = dict[Architecture, list[Outcome]]()
@@ -485,7 +478,7 @@ class _Session:
         found = [self._of_group(place, names) for place in self._places]
         return {name: [outcomes[name] for outcomes in found] for name in found[0]}
 
-    def _of_group(self, place: "_Place", names: Sequence[str]) -> dict[str, Outcome]:
+    def _of_group(self, place: _Place, names: Sequence[str]) -> dict[str, Outcome]:
         config = place.config
         own = [place.group.trained.controller] if place.group.trained else []
         source = known.source_of([*(c.name for c in own), *names], config)
@@ -549,13 +542,13 @@ class _Session:
                 return
             yield entry
 
-    def _pool(self, place: "_Place", budget: float) -> list[tuple[int, int]]:
+    def _pool(self, place: _Place, budget: float) -> list[tuple[int, int]]:
         """Seeds with which a training of a host costs at most half of the budget."""
         seeds = single_seeds(place.spec(1))
         flops = place.meter([of_seeds([seed], place.spec(1)) for seed in seeds]).of_structures
         return [seed for seed, cost in zip(seeds, flops, strict=True) if 2.0 * cost <= budget]
 
-    def _climbed(self, place: "_Place", pool: list[tuple[int, int]], copies: int) -> Outcome:
+    def _climbed(self, place: _Place, pool: list[tuple[int, int]], copies: int) -> Outcome:
         dataset = place.dataset
         assert dataset is not None, "only networks climb"
 
@@ -566,7 +559,7 @@ class _Session:
                 on_step=on_step,
             ).run()  # fmt: skip
 
-        identity = {"copies": copies, "pool": pool, "program": digest_of_file(Path(climbing.__file__))}
+        identity = {"copies": copies, "pool": pool, "program": sha256_of(Path(climbing.__file__))}
         controller = replace(known.fixed([], place.config), name=HILL_CLIMBING, identity=identity)
         return self._outcome(place, controller, run=run, rows=1 + copies)
 
@@ -585,7 +578,7 @@ class _Session:
                 for place, structures in zip(self._places, passes, strict=True)
             ]
 
-    def _once(self, place: "_Place", controller: Controller) -> Outcome:
+    def _once(self, place: _Place, controller: Controller) -> Outcome:
         """The first run of a controller."""
         at = place.group.seed, controller.name
         self._controllers[at] = controller
@@ -595,7 +588,7 @@ class _Session:
 
     def _outcome(
         self,
-        place: "_Place",
+        place: _Place,
         controller: Controller,
         repetition: int = 0,
         run: Callable[[Callable[[], None]], Outcome] | None = None,

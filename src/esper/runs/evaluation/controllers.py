@@ -12,7 +12,6 @@ static_common   every host has the most frequent final architecture of the sourc
 big_host        no seeds; a wider host with about as many parameters as the source ends with
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from esper.kasmina.hosts.host import HostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
-from esper.leyline.files import read_bytes
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.tensor_dataclass import below, state_digest
 from esper.runs.assembly.clients import (
@@ -51,6 +49,7 @@ from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.registry import task_by_name
+from esper.telemetry.record.writer import sha256_of
 from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing
 
 UNTRAINED = "untrained"
@@ -176,7 +175,7 @@ def _is_solved(config: RunConfig) -> bool:
 def _of_file(path: Path | None, config: RunConfig) -> Controller:
     """The policy in a file, under the name of the file."""
     assert path is not None
-    identity = {"policy": hashlib.sha256(read_bytes(path)).hexdigest()} if path.is_file() else {}
+    identity = {"policy": sha256_of(path)} if path.is_file() else {}
     return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 
 
@@ -215,25 +214,24 @@ def derived(
     Raises:
         ConfigError: `big_host` for hosts that cannot be widened.
     """
-    make = partial(baseline_of, REFERENCE, config)
     if name == BIG_HOST:
         target = float(params.mean())
         host = _widened(config, target)
         note = f"{BIG_HOST}: {words(host)}, {host.num_params():,} parameters; {source} ends with {target:,.0f}."
+        make = partial(baseline_of, REFERENCE, config)
         return Controller(name=name, make=make, identity={"host": repr(host)}, host=host, note=note)
     if name == STATIC and config.architecture:
-        architectures: tuple[Architecture, ...] = (Architecture.of_lines(config.architecture),)
+        structures: Sequence[Architecture] = [Architecture.of_lines(config.architecture)]
         note = f"{STATIC}: each host has {', '.join(config.architecture)} from step 1."
     elif name == STATIC:
-        architectures, note = tuple(grown), f"{STATIC}: each host has the final architecture of {source} from step 1."
+        structures, note = grown, f"{STATIC}: each host has the final architecture of {source} from step 1."
         if not any(architecture.slots for architecture in grown):
             note = f"{STATIC}: {source} ended without fossilized seeds, so this equals {REFERENCE}."
     else:
         (common, times), *_ = Counter(grown).most_common(1)  # of equally frequent ones the first
-        architectures = (common,)
+        structures = [common]
         note = f"{COMMON}: {', '.join(common.lines) or 'no seeds'} ({times} of {len(grown)} hosts of {source})."
-    identity = {"architectures": [architecture.sha256 for architecture in architectures]}
-    return Controller(name=name, make=make, identity=identity, architectures=architectures, note=note)
+    return replace(fixed(structures, config), name=name, note=note)
 
 
 def _widened(config: RunConfig, target: float) -> HostSpec:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option
-from esper.leyline.files import is_draft, json_of, open_to_read, read_bytes, replacing
+from esper.leyline.files import is_draft, json_of, open_to_read, replacing
 from esper.leyline.ranks import group, parts_of
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
@@ -37,6 +37,7 @@ from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
 from esper.tasks.instances import InstanceDistribution, Instances
+from esper.telemetry.record.writer import sha256_of
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
@@ -209,7 +210,7 @@ def key_of(
     key = {
         "format": FORMAT,
         "program": _digest_of_program(),
-        "plugins": {name: digest_of_file(file) for name in config.plugins if (file := source_of(name))},
+        "plugins": {name: sha256_of(file) for name in config.plugins if (file := source_of(name))},
         "controller": controller.name,
         "identity": controller.identity,
         "hosts": [run_seed, num_envs, repetition],
@@ -227,11 +228,6 @@ def _digest_of_program() -> str:
     package = Path(__file__).parents[2]
     files = sorted(file for name in _DECISIVE for file in (package / name).rglob("*.*") if file.suffix != ".pyc")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
-
-
-def digest_of_file(file: Path) -> str:
-    """Of its content."""
-    return hashlib.sha256(read_bytes(file)).hexdigest()
 
 
 @final

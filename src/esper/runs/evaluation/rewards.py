@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,17 +278,10 @@ def _by_reward(runs: Runs) -> dict[str, Runs]:
     changed = sorted({name for head in heads for name in differing(heads[0], head)} - _FOLLOWS - {"reward.mode"})
     labels = []
     for head in heads:
-        values = (f"{name.removeprefix('reward.')} {_value(head, name)}" for name in changed)
+        values = (f"{name.removeprefix('reward.')} {attrgetter(name)(head)}" for name in changed)
         twice = [other.reward_name for other in heads].count(head.reward_name) > 1
         labels.append(", ".join([head.reward_name, *(values if twice else ())]))
     return {label: sorted(group, key=lambda run: run[0].seed) for label, group in zip(labels, groups, strict=True)}
-
-
-def _value(config: RunConfig, name: str) -> object:
-    found: object = config
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def is_of_reward(name: str) -> bool:

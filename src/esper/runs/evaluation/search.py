@@ -9,7 +9,7 @@
     random        different choices of `HeuristicRules`, each on all N hosts of the same episode
     neighbours    twice: the best, and rules that differ from one of them in one choice, on new hosts
     confirmation  the best on the same new hosts
-`search_plans`:
+`PlanSearch`:
     singles       no seed, and each blueprint in each slot from step 1, on the same hosts
     pairs         those whose seeds are best alone
     races         portfolios and halvings of all of them, computed from their curves (`races.best_plans`)
@@ -56,7 +56,7 @@ from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import WaitOnly
 from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules
 from esper.tamiyo.policy_files import script_of, write_policy
-from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ScheduleTable, ThresholdRule, grid, neighbours
+from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ThresholdRule, grid, neighbours
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
 from esper.tasks.registry import task_by_name
 from esper.telemetry.progress import RunConsole
@@ -295,7 +295,7 @@ class TrainingHosts:
         """100·J of each host [N] where all follow one policy."""
         match policy:
             case Plan():
-                return self.measure(FixedSchedules(ScheduleTable([policy.schedule(self.spec)], self.spec)), episode)
+                return self.measure(FixedSchedules([policy.schedule(self.spec)], self.spec), episode)
             case PlannedRule():
                 return self.measure(script_of(policy.rule(self.spec), self.spec), episode)
         return self.measure(Heuristic(self.spec, policy), episode)
@@ -479,13 +479,13 @@ def _side_by_side(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> n
     groups = -(-len(plans) // (passes - (control is not None)))
     size = hosts.num_envs // groups
     assert size >= 1, "at most N plans share a pass"
-    table = ScheduleTable([plan.schedule(spec) for plan in plans], spec)
+    schedules = FixedSchedules([plan.schedule(spec) for plan in plans], spec)
     members = np.arange(groups * size).reshape(groups, size)
     own = np.minimum(np.arange(hosts.num_envs) // size, groups - 1)
 
     def measured(first: int) -> np.ndarray:
         which = np.minimum(first + own, len(plans) - 1)  # plans that do not fill the last pass are repeated, unread
-        return hosts.measure(FixedSchedules(table, torch.from_numpy(which).to(spec.device)), episode)
+        return hosts.measure(schedules.following(torch.from_numpy(which).to(spec.device)), episode)
 
     begins = range(0, len(plans), groups)
     of_passes = zip(begins, hosts.each([partial(measured, first) for first in begins]), strict=True)
@@ -686,7 +686,7 @@ LEAST_HOSTS_OF_PLANS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlans:
-    """The result of `search_plans`.
+    """The result of `PlanSearch`.
 
     Attributes:
         hosts, env_steps, flops: of the search, with measurements in every step.

@@ -16,15 +16,14 @@ from pydantic import ConfigDict
 from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.architecture import architectures_of
-from esper.leyline.errors import CheckpointError, ConfigError, ExportError
+from esper.leyline.errors import CheckpointError, ExportError
 from esper.leyline.settings import AtLeast1, Count, Finite
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import parse
 from esper.runs.report import objective_of
-from esper.runs.state_file import read_state, write_state
+from esper.runs.state_file import read_checked, write_state
 from esper.runs.training.checkpoint import load_newest
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.datasets import Dataset
@@ -136,9 +135,9 @@ def read(folder: Path) -> BestHost | None:
     if not path.exists():
         return None
     try:
-        about, state = read_state(path)
-        return replace(parse(BestHost, about), state=state)
-    except (ConfigError, CheckpointError) as error:
+        best, state = read_checked(path, BestHost)
+        return replace(best, state=state)
+    except CheckpointError as error:
         raise CheckpointError(
             f"{error} Move {path} away to go on without the best host of the rounds so far."
         ) from error

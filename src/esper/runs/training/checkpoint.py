@@ -19,12 +19,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor
 
-from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.errors import CheckpointError
 from esper.leyline.files import is_draft, remove
 from esper.leyline.settings import Count
-from esper.runs.assembly.values import parse
 from esper.runs.report import Cost
-from esper.runs.state_file import read_state, write_state
+from esper.runs.state_file import read_checked, write_state
 from esper.telemetry.anomalies import Trend
 
 KEEP = 3
@@ -99,11 +98,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; raises CheckpointError that says what is damaged."""
-    fields, state = read_state(path)
-    try:
-        return Checkpoint(path, parse(Header, fields), state)
-    except ConfigError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return Checkpoint(path, *read_checked(path, Header))
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]:

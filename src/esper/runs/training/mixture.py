@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.errors import CheckpointError
 from esper.leyline.files import replacing
 from esper.leyline.settings import AtLeast0
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
 from esper.runs.assembly.run_config import RunConfig, fingerprint
-from esper.runs.assembly.values import parse
 from esper.runs.report import objective_of
-from esper.runs.state_file import read_state, write_state
+from esper.runs.state_file import read_checked, write_state
 from esper.runs.training.signals import stop_signals
 from esper.simic.client import POLICY_PARTS, SimicClient
 from esper.telemetry.progress import RunConsole, duration, with_spread
@@ -118,11 +117,7 @@ def _begun(path: Path, key: list[Any]) -> tuple[StateTree, dict[int, StateTree],
         return {}, {}, []
     if not (path / STATE).is_file():
         raise CheckpointError(f"{path} exists and holds no training over several tasks; name another folder.")
-    about, state = read_state(path / STATE)
-    try:
-        begun = parse(_Begun, about)
-    except ConfigError as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}; remove it to begin again.") from error
+    begun, state = read_checked(path / STATE, _Begun, "; remove it to begin again")
     if begun.key != key:
         raise CheckpointError(f"{path} was begun with other tasks or settings; give the same ones, or another folder.")
     return below("policy", state), {i: below(f"scale.{i}", state) for i in begun.scales}, begun.lines

@@ -140,22 +140,14 @@ class Record:
 
     def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
-        try:
+        with _needed("pandas"):
             import pandas
-        except ImportError as error:
-            raise QueryError(
-                "frames need pandas, which is not installed; pip install 'esper-growth[frames]'."
-            ) from error
         return self._run(sql, params, lambda found: pandas.DataFrame(found.df()))
 
     def polars(self, sql: str, params: Sequence[object] = ()) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
-        try:
+        with _needed("polars"):
             import polars
-        except ImportError as error:
-            raise QueryError(
-                "frames need polars, which is not installed; pip install 'esper-growth[frames]'."
-            ) from error
         return self._run(
             sql,
             params,
@@ -253,6 +245,17 @@ class Record:
             "lock_configuration = true",
         ):
             self._database.execute(f"SET {setting}")
+
+
+@contextmanager
+def _needed(package: str) -> Iterator[None]:
+    """Raises QueryError where the import inside finds no such package."""
+    try:
+        yield
+    except ImportError as error:
+        raise QueryError(
+            f"frames need {package}, which is not installed; pip install 'esper-growth[frames]'."
+        ) from error
 
 
 def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:
@@ -377,13 +380,14 @@ class _RunTables:
         first = next(events, {})
         if first.get("kind") == "run_started" and not self._started:
             self._started = first
-        self._insert(EPISODES, _episode_rows(chain([first], events), self._started.get("host_params")))
+        episodes = _episode_rows(chain([first], events), self._started.get("host_params"))
+        self._insert(EPISODES.name, EPISODES.types, episodes)
         self.warnings += [*self._metrics.warnings(), *self._events.warnings()]
         self.replace(RUNS, [self._run_row()])
         evaluations = (
             row
             for file in evaluation_files(self.path)
-            for row in _evaluation_rows(_json(file, self.warnings), file.relative_to(self.path).as_posix())
+            for row in _evaluation_rows(_parsed(file, json_of, self.warnings), file.relative_to(self.path).as_posix())
         )
         self.replace(EVALUATIONS, evaluations)
         self._begun = {kind: list(self._begun_parts(kind)) for kind in STORED}
@@ -396,13 +400,13 @@ class _RunTables:
 
     def _add_rounds(self, lines: Sequence[Line]) -> None:
         """Rows of rounds and updates; the latter get a column for each metric that is new."""
-        self._insert(ROUNDS, round_rows(lines))
+        self._insert(ROUNDS.name, ROUNDS.types, round_rows(lines))
         rows, names = _update_rows(lines)
         for name in names:
             if name not in self._updates:
                 self._updates[name] = "DOUBLE"
                 self._database.execute(f"ALTER TABLE {self.schema}.updates ADD COLUMN {identifier(name)} DOUBLE")
-        _insert_rows(self._database, f"{self.schema}.updates", self._updates, rows)
+        self._insert("updates", self._updates, rows)
         for line in lines:
             self._rounds, self._newest = self._rounds + 1, int(line.get("round") or 0)
             for key, digest in (line.get("record") or {}).items() if self._has_folder else ():
@@ -492,8 +496,8 @@ class _RunTables:
 
     def _run_row(self) -> Row:
         started = self._started
-        config, about = _toml(self.path / CONFIG, self.warnings), about_of(self.path)
-        found = _json(self.path / SUMMARY, self.warnings)
+        config, about = _parsed(self.path / CONFIG, toml_of, self.warnings) or {}, about_of(self.path)
+        found = _parsed(self.path / SUMMARY, json_of, self.warnings)
         summary = found if isinstance(found, dict) else {}
         mode = (config.get("reward") or {}).get("mode")
         return {
@@ -519,29 +523,23 @@ class _RunTables:
         columns = ", ".join(f"{identifier(column)} {kind}" for column, kind in types.items())
         self._database.execute(f"CREATE TABLE {self.schema}.{name} ({columns})")
 
-    def _insert(self, table: Table, rows: Iterable[Row]) -> None:
-        """Add rows by column; NULL where a row has no value, or one of another type."""
-        _insert_rows(self._database, f"{self.schema}.{table.name}", table.types, rows)
+    def _insert(self, table: str, types: Mapping[str, str], rows: Iterable[Row]) -> None:
+        """Insert rows, whose values are those of JSON, into a table with columns of these types.
+
+        NULL where a row has no value, or one of another type. They are sent column by column, so that names are read
+        once and not in every row.
+        """
+        structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
+        values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
+        query = f"INSERT INTO {self.schema}.{table} SELECT {values} FROM (SELECT from_json($1::JSON, $2) AS found)"
+        for chunk in _chunks(rows):
+            columns = {name: [row.get(name) for row in chunk] for name in types}
+            self._database.execute(query, [json.dumps(columns), structure])
 
     def replace(self, table: Table, rows: Iterable[Row]) -> None:
         """Put these rows in the place of those in a table."""
         self._database.execute(f"DELETE FROM {self.schema}.{table.name}")
-        self._insert(table, rows)
-
-
-def _insert_rows(
-    database: duckdb.DuckDBPyConnection, table: str, types: Mapping[str, str], rows: Iterable[Row]
-) -> None:
-    """Insert rows, whose values are those of JSON, into a table with columns of these types.
-
-    They are sent column by column, so that names are read once and not in every row.
-    """
-    structure = json.dumps({name: [[kind[:-2]] if kind.endswith("[]") else kind] for name, kind in types.items()})
-    values = ", ".join(f"unnest(found.{identifier(name)})" for name in types)
-    query = f"INSERT INTO {table} SELECT {values} FROM (SELECT from_json($1::JSON, $2) AS found)"
-    for chunk in _chunks(rows):
-        columns = {name: [row.get(name) for row in chunk] for name in types}
-        database.execute(query, [json.dumps(columns), structure])
+        self._insert(table.name, table.types, rows)
 
 
 def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:
@@ -594,30 +592,17 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _text(path: Path, warnings: list[str]) -> str | None:
-    """The content of a regular file, None if there is none."""
+def _parsed(path: Path, parse: Callable[[str], Any], warnings: list[str]) -> Any:  # noqa: ANN401 -- what `parse` gives
+    """The value of the text in a regular file; None if there is none, or if it is damaged."""
     mode = mode_of(path)
     if mode and not stat.S_ISREG(mode):
         warnings.append(f"{path} is not a regular file and was not read; restore the original.")
         return None
-    return read_text(path, errors="replace") if mode else None
-
-
-def _json(path: Path, warnings: list[str]) -> object:
-    text = _text(path, warnings)
     try:
-        return None if text is None else json_of(text)
+        return parse(read_text(path, errors="replace")) if mode else None
     except ValueError as error:
         warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return None
-
-
-def _toml(path: Path, warnings: list[str]) -> dict[str, Any]:
-    try:
-        return toml_of(_text(path, warnings) or "")
-    except ValueError as error:
-        warnings.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
-        return {}
 
 
 # Rows from JSON -------------------------------------------------------------------------------------------------------

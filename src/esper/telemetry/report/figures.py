@@ -1,4 +1,6 @@
-"""A run as a picture, from the same payloads as the page; needs matplotlib (`pip install esper-growth[report]`).
+"""Runs and comparisons as pictures; needs matplotlib (`pip install esper-growth[report]`).
+
+A run, from the same payloads as the page:
 
 +--------------+--------------+
 | 100·J        | accuracy     |     means over the hosts, round by round
@@ -7,9 +9,13 @@
 +--------------+--------------+
 | seeds of the newest round, one line per slot: colour is the stage, height is alpha |
 +-------------------------------------------------------------------------------------+
+
+A comparison at equal compute: 100·J and test accuracy of each controller over the FLOPs of a host. A growth: the points
+of each candidate over its FLOPs.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from esper.telemetry.report.page import colors
 from esper.telemetry.report.payloads import Payload
@@ -32,6 +38,9 @@ OPERATIONS = {"GERMINATE": GREEN, "SET_ALPHA_TARGET": SKY, "FOSSILIZE": BLUE, "P
 STAGES = {"GERMINATED": SAND, "TRAINING": ORANGE, "BLENDING": SKY, "HOLDING": VIOLET, "FOSSILIZED": BLUE}
 BAND = "line: mean, band: quartiles"
 HOSTS_SHOWN = 4
+CONTROLLERS = {"trained": RED, "portfolio": BLUE, "halving": GREEN, "random_search": SKY, "wait_only": FAINT}
+_OTHERS = (ORANGE, VIOLET, SAND, INK)
+"""Colours of other controllers, in turn."""
 FORMATS = ("png", "svg")
 
 
@@ -48,19 +57,35 @@ def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     shown = [run for run in payloads["runs"] if payloads["curves"].get(run["run"])]
     written = []
-    with mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "esper"}):
+    with _same_everywhere():
         for run in shown:
             figure = picture(run, *(payloads[name][run["run"]] for name in ("curves", "behaviour", "hosts")))
-            for suffix in FORMATS:
-                written.append(folder / f"{'run' if len(payloads['runs']) == 1 else run['run']}.{suffix}")
-                figure.savefig(written[-1], dpi=110)
+            written += _written(figure, folder / ("run" if len(payloads["runs"]) == 1 else run["run"]))
     return written
+
+
+def _same_everywhere() -> AbstractContextManager[None]:
+    """A font that comes with matplotlib, and names in SVG that are not drawn at random."""
+    return mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "esper"})
+
+
+def _written(figure: Figure, path: Path) -> list[Path]:
+    """The files of a figure; `path` lacks their suffix."""
+    files = [path.with_name(f"{path.name}.{suffix}") for suffix in FORMATS]
+    for file in files:
+        figure.savefig(file, dpi=110)
+    return files
+
+
+def _empty(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[Payload]) -> Figure:
     """The figure of one run."""
-    figure = Figure(figsize=(13.0, 13.0), facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _empty(13.0, 13.0)
     grid = figure.add_gridspec(3, 2, height_ratios=(1, 1, 1.25), hspace=0.42, wspace=0.14,
                                left=0.08, right=0.965, top=0.875, bottom=0.04)  # fmt: skip
     sizes = f"{run['num_envs']} hosts × {run['episode_length']} steps × {run['cost']['rounds']} rounds"
@@ -83,8 +108,7 @@ Course = tuple[str, Sequence[float], Sequence[float], float | None]
 
 def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure:
     """The candidates of one or more methods of growth, points against FLOPs, the kept one of each in colour."""
-    figure = Figure(figsize=(9.0, 5.5), facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _empty(9.0, 5.5)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
     dress(ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept")
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
@@ -97,6 +121,32 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     return figure
+
+
+def write_equal_compute(report: Mapping[str, Any], path: Path) -> None:
+    """Draw the report of a comparison, which has "equal_compute", as PNG and SVG; `path` lacks their suffix."""
+    curves, figure = report["equal_compute"]["curves"], _empty(13.0, 5.6)
+    others = [name for name in curves if name not in CONTROLLERS]
+    colored = CONTROLLERS | {name: _OTHERS[i % len(_OTHERS)] for i, name in enumerate(others)}
+    grid = figure.add_gridspec(1, 2, wspace=0.14, left=0.05, right=0.985, top=0.8, bottom=0.21)
+    hosts = report["num_envs"] * len(report["groups"])
+    figure.suptitle(f"{report['task']}: equal compute, {hosts} new hosts", x=0.05, ha="left", fontsize=15, color=INK,
+                    fontweight="bold")  # fmt: skip
+    for place, (value, title) in enumerate((("objective", "100·J"), ("test", "Test accuracy"))):
+        ax = figure.add_subplot(grid[0, place])
+        dress(ax, title, "over the FLOPs of training and measuring a host; lines: the same with a larger budget")
+        for name, curve in curves.items():
+            flops, values = ([point[of] for point in curve] for of in ("flops", value))
+            ax.plot(flops, values, color=colored[name], linewidth=1.8, marker="o", markersize=5.0, label=name)
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.045, 0.0), ncols=6, frameon=False, fontsize=9,
+                  labelcolor=INK)  # fmt: skip
+    with _same_everywhere():
+        _written(figure, path)
 
 
 def dress(ax: Axes, title: str, note: str) -> None:

@@ -62,6 +62,11 @@ class Rounds(NamedTuple):
         """How many rounds are "the first" or "the last" of the run: a quarter of them, at most `LONGEST_PHASE`."""
         return min(max(self.last // 4, 1), LONGEST_PHASE)
 
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """The first and the last rounds of "the first" and "the last" of the run."""
+        return {"first": (1, self.quarter), "last": (self.last - self.quarter + 1, self.last)}
+
 
 def rounds_of(record: Record) -> dict[str, Rounds]:
     """The complete rounds of each run, by its name."""
@@ -349,10 +354,7 @@ def seeds(record: Record) -> dict[str, Payload]:
     `contribution` (points) and `params` are means over the fossilized seeds.
     """
     return {
-        run: {
-            "first": record.query(_SEEDS, (run, 1, found.quarter)),
-            "last": record.query(_SEEDS, (run, found.last - found.quarter + 1, found.last)),
-        }
+        run: {phase: record.query(_SEEDS, (run, *rounds)) for phase, rounds in found.phases.items()}
         for run, found in rounds_of(record).items()
     }
 
@@ -449,7 +451,7 @@ def behaviour(record: Record) -> dict[str, Payload]:
 
 
 def _behaviour_of(record: Record, run: str, found: Rounds) -> Payload:
-    phases = {"first": (1, found.quarter), "last": (found.last - found.quarter + 1, found.last)}
+    phases = found.phases
     if phases["first"] == phases["last"]:
         del phases["first"]  # there is one round
     queries = {"step": _OPS_BY_STEP, "accuracy": _OPS_BY_ACCURACY, "blueprint": _BLUEPRINTS, "stage": _OPS_BY_STAGE}
@@ -497,8 +499,8 @@ def rewards(record: Record) -> dict[str, Payload]:
     return {
         run: {
             "rounds": record.query(_TERMS_BY_ROUND, (run, found.bucket, found.hosts, found.last)),
-            "steps": record.query(_TERMS_BY_STEP, (run, found.last - found.quarter + 1, found.last, found.hosts)),
-            "since": found.last - found.quarter + 1,
+            "steps": record.query(_TERMS_BY_STEP, (run, *found.phases["last"], found.hosts)),
+            "since": found.phases["last"][0],
         }
         for run, found in rounds_of(record).items()
     }

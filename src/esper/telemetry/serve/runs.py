@@ -102,16 +102,6 @@ class Runs:
         """The run directories by name."""
         return self._look()[0]
 
-    def _notes(self, found: Mapping[str, Path], hidden: list[str]) -> list[str]:
-        """Sentences about what is not shown."""
-        notes = list(hidden)
-        if not found:
-            notes.append(
-                f"{self.root} holds no run yet: no folder below it has a {CONFIG}. Start one with "
-                f"{command('train', '--out', self.root / 'NAME')}; it appears here by itself."
-            )
-        return notes
-
     def _look(self) -> tuple[dict[str, Path], list[str]]:
         """The runs by name, and sentences about those that are not shown; neither runs nor links are searched."""
         if self.is_single:
@@ -130,6 +120,11 @@ class Runs:
                     found[name] = self.root / name
         if left <= 0 < len(level):
             hidden.append(f"{self.root} has more than {FOLDERS:,} folders, not all of which were searched for runs.")
+        if not found:
+            hidden.append(
+                f"{self.root} holds no run yet: no folder below it has a {CONFIG}. Start one with "
+                f"{command('train', '--out', self.root / 'NAME')}; it appears here by itself."
+            )
         return dict(sorted(found.items())), hidden
 
     def path_of(self, name: str) -> Path:
@@ -204,7 +199,7 @@ class Runs:
             row.look()
         for row in self._rows.values():
             row.read_on(until)
-        return sum(row.behind > 0 for row in self._rows.values()), self._notes(found, hidden)
+        return sum(row.behind > 0 for row in self._rows.values()), hidden
 
     def close(self) -> None:
         """Close all records."""
@@ -335,7 +330,7 @@ def policy(record: Record, place: Place) -> dict[str, Payload]:
     return {
         run: {
             phase: {"rounds": rounds, "steps": record.query(_PROBABILITIES, (run, *rounds))}
-            for phase, rounds in (("first", (1, found.quarter)), ("last", (found.last - found.quarter + 1, found.last)))
+            for phase, rounds in found.phases.items()
             if found.last
         }
         for run, found in rounds_of(record).items()

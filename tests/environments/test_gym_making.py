@@ -69,7 +69,7 @@ def test_a_task_of_the_users_is_taken_with_its_threads_and_its_name_left_alone()
     [
         ({"task": "nul"}, RegistryError, "unknown task 'nul'; did you mean 'null'"),
         ({"reward": "obj"}, ConfigError, "unknown reward 'obj'; did you mean 'objective'"),
-        ({"num_envs": "many"}, ConfigError, r"esper.gym.make_vec: num_envs is 'many'; it must be int"),
+        ({"num_envs": "many"}, ConfigError, r"esper.gym.make_vec: num_envs is 'many'; it must be a whole number"),
         ({"num_env": 3}, ConfigError, r"esper.gym.make_vec has no argument 'num_env'; did you mean 'num_envs'"),
         ({"num_envs": 0}, ConfigError, "num_envs is 0"),
         ({"episode_length": 0}, ConfigError, "episode_length is 0"),

@@ -109,7 +109,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
         assignments: values of --set.
 
     Raises:
-        ConfigError: a malformed --set, or another value of a setting that is given already.
+        ConfigError: a malformed --set, or another value than that of an option.
     """
     from esper.runs.assembly.run_config import RunConfig
     from esper.runs.assembly.values import nested
@@ -123,11 +123,11 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
         given["task"] = given["task"][-1]
     if "reward" in given:
         given["reward.mode"] = given.pop("reward")
-    for name, value in map(_assignment, assignments):
-        if name in given and given[name] != value:
-            raise ConfigError(f"{name} is given as {given[name]!r} and as {value!r}; leave one of them out.")
-        given[name] = value
-    return nested(given)
+    assigned = dict(map(_assignment, assignments))  # the last of several values of one name
+    for name in given.keys() & assigned.keys():
+        if given[name] != assigned[name]:
+            raise ConfigError(f"{name} is given as {given[name]!r} and as {assigned[name]!r}; leave one of them out.")
+    return nested(given | assigned)
 
 
 def _architecture(path: Path) -> list[str]:

@@ -67,7 +67,7 @@ def first_problem(error: ValidationError, table: str = "") -> str:
     for long, short in _SHORT.items():
         wish = wish.replace(long, short)
     if isinstance(problem["input"], float) and math.isnan(problem["input"]):
-        wish = "a number"
+        wish = "a finite number"
     found = problem["input"] if isinstance(problem["input"], float) else json.dumps(problem["input"], default=repr)
     return f"{name} is {found}; it must be {_KINDS.get(problem['type'], wish)}."
 

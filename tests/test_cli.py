@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import small_runs
-from esper.cli import main
+from esper.cli import COMMANDS, main
 from esper.runs.training.runner import why_chosen
 from small_runs import contents, records, summary
 
@@ -417,3 +417,19 @@ def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(folder, 
     assert "memory: about" not in out + err
     assert f"{setting} is 1000000, which needs about" in err
     assert f"fit: set {setting} to" in " ".join(err.split())
+
+
+def test_an_interrupted_import_of_a_compiled_module_is_a_stop_and_others_are_errors(monkeypatch, capsys):
+    def imports(cause: BaseException | None) -> Callable[[object], int]:
+        def run(command: object) -> int:
+            raise ImportError("initialization failed") from cause
+
+        return run
+
+    options, _ = COMMANDS["tasks"]
+    monkeypatch.setitem(COMMANDS, "tasks", (options, imports(KeyboardInterrupt())))
+    assert main(["tasks"]) == 130
+    assert capsys.readouterr().err == "esper: stopped\n"
+    monkeypatch.setitem(COMMANDS, "tasks", (options, imports(None)))
+    with pytest.raises(ImportError, match="initialization failed"):
+        main(["tasks"])

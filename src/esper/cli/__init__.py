@@ -104,7 +104,10 @@ def _run(given: list[str]) -> int:
     except BrokenPipeError:  # `esper --help | head`
         _drop_output()
         return 0
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, ImportError) as error:
+        # where a compiled module was just being imported, Ctrl-C is the cause of an ImportError
+        if isinstance(error, ImportError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED
 

@@ -31,7 +31,7 @@ def placeholder(metavar: str) -> object:
 def _parsed(kind: type[int] | type[float], words: str) -> object:
     """A number on the command line, or a sentence: tyro makes a box of what it does not understand itself."""
 
-    def instance(found: list[str]) -> float:
+    def instance(found: list[str]) -> int | float:
         try:
             return kind(found[0])
         except ValueError:

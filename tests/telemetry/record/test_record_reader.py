@@ -12,7 +12,7 @@ import pytest
 from esper.leyline.errors import QueryError, RunDirectoryError
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.runs.records import Records
-from esper.telemetry.record.reader import COUNTED, Record, open_record
+from esper.telemetry.record.reader import COUNTED, Record, damage_said, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
 from esper.telemetry.run_directory import COMPARISON, RECORD
@@ -196,6 +196,13 @@ def test_a_part_that_cannot_be_read_later_is_named_and_the_query_is_not_blamed(c
         with pytest.raises(QueryError, match=rf"^the record cannot be read .*{part.name}") as caught:
             record.query("SELECT sum(val_acc) FROM steps")
     assert "query is wrong" not in str(caught.value)
+
+
+def test_what_the_database_makes_of_ctrl_c_is_a_keyboard_interrupt(run: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), damage_said([run]):
+        raise RuntimeError("Query interrupted")
+    with pytest.raises(RuntimeError, match="another"), damage_said([run]):
+        raise RuntimeError("another")
 
 
 def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ class Record:
                     f"found {kinds}, but a record can only be read, by one SELECT (also WITH, FROM, DESCRIBE, "
                     f"SUMMARIZE). {self._known()}"
                 )
-            yield self._database.execute(sql, list(params))
+            with _stoppable():
+                yield self._database.execute(sql, list(params))
         except duckdb.PermissionException as error:
             raise QueryError(f"a query reads the record alone, no other files. {self._known()}") from error
         except duckdb.OutOfMemoryException as error:
@@ -572,12 +573,24 @@ DAMAGED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, 
 def damage_said(runs: Sequence[Path]) -> Iterator[None]:
     """Raises RunDirectoryError where values of these runs are of other types than expected."""
     try:
-        yield
+        with _stoppable():
+            yield
     except DAMAGED as error:
         raise RunDirectoryError(
             f"the record of {', '.join(map(str, runs))} cannot be read ({_first_line(error)}); one of its files is "
             "damaged: restore it from a backup."
         ) from error
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C, of which DuckDB makes an error of its own, is raised as a KeyboardInterrupt."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != "Query interrupted":
+            raise
+        raise KeyboardInterrupt from error
 
 
 def _data_of(identity: object) -> str | None:

@@ -11,6 +11,7 @@ float64 is compared to 1e-8 of the largest number of a tensor; float32 to how fa
 """
 
 import copy
+import gc
 import os
 import random
 import re
@@ -455,6 +456,7 @@ def in_process(work: Callable[[Connection], None], timeout: float = _SECONDS) ->
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
 
         def run() -> None:
+            gc.freeze()  # what the process before holds, such as a library's threads, cannot be collected in this one
             os.dup2(log.fileno(), 2)
             warnings.simplefilter("ignore")
             torch.set_num_threads(1)
@@ -514,6 +516,7 @@ def survey(
         ours, theirs = context.Pipe(duplex=False)
 
         def work(pipe: Connection = theirs, own: list[int] = numbers[worker :: options.workers]) -> None:
+            gc.freeze()
             for found in networks(options, own, look):
                 pipe.send(found)
             pipe.close()

@@ -371,6 +371,7 @@ def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
     ("name", "value", "message"),
     [
         ("t", -1, "t is -1; it must be at least 0"),
+        ("t", 2, "do not fit together"),
         ("t", 7, "do not fit together"),
         ("steps", {}, r"steps is \{\}; it must be a whole number"),
         ("spent", math.nan, "spent is nan"),

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
 }
 """The options of each command, and what it does."""
 _OF_RANKS = ("train", "evaluate", "search")
-"""Commands whose work ranks can share."""
+"""Commands whose work ranks can share. The others look at the environment alone, because `is_launched` needs torch."""
 _ABOUT = "Networks that grow while they train, and a controller that learns it (--version)"
 
 

@@ -54,6 +54,7 @@ Real = Annotated[float | None, placeholder("X"), _parsed(float, "a number, as in
 Ranks = Annotated[
     int | None,
     placeholder("N"),
+    _WHOLE,
     tyro.conf.arg(help="Processes of this machine that share the work, as torchrun starts them on many. (1)"),
 ]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]

@@ -14,6 +14,7 @@ All run in turn in one process; a ratio is taken within each repetition, and the
     python benchmarks/own_networks.py                                    all networks, executor auto
     python benchmarks/own_networks.py --only resnet --executors native streamed --compile
     python benchmarks/own_networks.py --quick                            a minute, to see that it works
+    python benchmarks/own_networks.py --device cuda --hosts 16           on a GPU
     python benchmarks/own_networks.py --programs                         how long a program for a new structure takes
 """
 
@@ -45,6 +46,7 @@ from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective
 from esper.leyline.tensor_dataclass import replace as changed
+from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import Classification, Custom, NextToken
 from esper.tasks.registry import TaskSpec
@@ -54,7 +56,7 @@ from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
-from esper.tolaria.runtime import keep_freed_memory, usable_cores
+from esper.tolaria.runtime import choose_device, keep_freed_memory, usable_cores
 from own_nets import GPT, LSTM, MLP, MobileNet, ResNet8, UNet, pixel_loss
 from peak import flop_of_training, fma_peak
 from plain_nets import Data, Grown, GrownBlock, Loss, PlainLoops
@@ -158,6 +160,10 @@ class Options:
     """Networks whose names contain one of these, in any case of letters; all if not given."""
     executors: tuple[ExecutorChoice, ...] = ("auto",)
     """Those of esper."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    hosts: int | None = None
+    """Number of hosts; that of each case if not given."""
     compile: bool = False
     """Loops by torch.compile as well, which takes minutes."""
     batches: int = 8
@@ -221,14 +227,14 @@ class Hosts:
     full: Coalitions
 
     @classmethod
-    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice) -> "Hosts":
+    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice, device: torch.device) -> "Hosts":
         """Episode 0, with the seeds of the case in their slots."""
         config = EngineConfig(num_envs=case.hosts, slots=task.enabled, episode_length=8, executor=executor)
         assert task.load is not None
         torch.set_num_threads(1)
-        engine = build_engine(config, task, task.load(None, 0), CPU)
+        engine = build_engine(config, task, task.load(None, 0).to(device), device)
         engine.executor.reset(0)
-        slots, full, structure = planted(case)
+        slots, full, structure = planted(case, device)
         engine.executor.apply_structure(structure)
         return cls(engine.executor, engine.config.executor, slots, full)
 
@@ -242,7 +248,7 @@ class Hosts:
         return self.train(), self.executor.evaluate(1, self.slots, self.full).loss
 
 
-def planted(case: Case) -> tuple[SlotState, Coalitions, Structure]:
+def planted(case: Case, device: torch.device) -> tuple[SlotState, Coalitions, Structure]:
     """The seeds of a case in every host, added in full; and the whole network as the one coalition that is measured."""
     n, s = case.hosts, len(case.slots)
     holds = np.full((n, s), bool(case.seeds))
@@ -257,7 +263,8 @@ def planted(case: Case) -> tuple[SlotState, Coalitions, Structure]:
         alpha=alpha, germinated=holds, sets=full.sets.numpy(), sets_valid=full.valid.numpy(),
     )  # fmt: skip
     fields = {name: torch.from_numpy(getattr(structure, name)) for name in ("stage", "blueprint", "algorithm", "alpha")}
-    return changed(empty_slots(n, s, CPU), **fields), full, structure
+    slots = changed(empty_slots(n, s, CPU), **fields)
+    return tree_map(lambda x: x.to(device), slots), tree_map(lambda x: x.to(device), full), structure
 
 
 # -- plain -------------------------------------------------------------------------------------------------------------
@@ -283,6 +290,7 @@ def nets_of(case: Case, population: Population) -> list[nn.Module]:
             row = population.seeds.params[n * population.num_slots + s]
             for name, value in kind.template.parameters.unpack(row[: kind.template.parameters.total]).items():
                 found[f"seeds.{g.slot}.seed.{name}"] = value
+        net.to(population.device)
         own = dict(net.named_parameters())
         assert own.keys() == found.keys(), sorted(own.keys() ^ found.keys())
         with torch.no_grad():
@@ -296,8 +304,11 @@ def ways_of(case: Case, task: TaskSpec, executor: NetworkExecutor, options: Opti
     """Each way of training and measuring the same in plain PyTorch."""
     data, order = executor.data, executor.data.train_batches(1).order
     assert order is not None
-    splits = ((split.x, split.y) for split in (data.dataset.train, data.dataset.val))
-    plain = Data(train=next(splits), val=next(splits), orders=order, batch_train=case.batch, batch_val=task.batch_val)
+    device = executor.population.device
+    splits = ((split.x.to(device), split.y.to(device)) for split in (data.dataset.train, data.dataset.val))
+    plain = Data(
+        train=next(splits), val=next(splits), orders=order.to(device), batch_train=case.batch, batch_val=task.batch_val
+    )
     nets = nets_of(case, data.population)
     # PyTorch's group norm crashes on such features if their gradient is not needed, as with a seed that begins with it
     last = case.images and "norm" not in case.seeds
@@ -306,12 +317,13 @@ def ways_of(case: Case, task: TaskSpec, executor: NetworkExecutor, options: Opti
         kinds["compiled"] = {"channels_last": last, "compiled": True}
     ways = {}
     for name, settings in kinds.items():
-        for threads in sorted({1, options.threads}):
+        for threads in sorted({1, options.threads} if device == CPU else {1}):
             loops = PlainLoops(
                 [copy.deepcopy(net) for net in nets], plain, adamw=True, lr=task.optimizer.host_lr, loss=case.loss,
                 **settings,
             )  # fmt: skip
-            ways[f"{name}, {threads} thread{'s' * (threads > 1)}"] = partial(_plain_step, loops, threads)
+            place = f"{threads} thread{'s' * (threads > 1)}" if device == CPU else "GPU"
+            ways[f"{name}, {place}"] = partial(_plain_step, loops, threads)
     return ways
 
 
@@ -326,9 +338,11 @@ def _plain_step(loops: PlainLoops, threads: int) -> tuple[Tensor, Tensor]:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Wall milliseconds and CPU seconds."""
+    """Wall milliseconds, the work of a GPU included, and CPU seconds."""
     cpu, began = time.process_time(), time.perf_counter()
     work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     ms = 1e3 * (time.perf_counter() - began)
     return ms, time.process_time() - cpu
 
@@ -347,7 +361,8 @@ def check_same(case: Case, name: str, found: object, want: object) -> None:
 def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options) -> list[Row]:
     """Each executor against the fastest loop."""
     task = task_of(case, options)
-    alone = Hosts.build(case, task, "streamed")
+    device = choose_device(options.device)
+    alone = Hosts.build(case, task, "streamed", device)
     assert isinstance(alone.executor, NetworkExecutor)
     plain = ways_of(case, task, alone.executor, options)
     losses, tried = {}, {}
@@ -361,7 +376,7 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
     rows = []
     for executor in executors:
         try:
-            hosts = Hosts.build(case, task, executor)
+            hosts = Hosts.build(case, task, executor, device)
         except ConfigError as error:
             print(f"{case.name}: {error}", file=sys.stderr, flush=True)
             continue
@@ -388,7 +403,7 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
 def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str:
     """How much of what a core can do esper does in training, with one worker."""
     task = task_of(case, options)
-    hosts = Hosts.build(case, task, executor)
+    hosts = Hosts.build(case, task, executor, CPU)
     net, x, y = case.model(), *((of := case.split(case.batch, 0)).x, of.y)
     operations = flop_of_training(lambda: F.cross_entropy(net(x), y).backward()) * case.hosts * options.batches
     hosts.train()
@@ -403,7 +418,7 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
     """How much CPU time it takes to write the program of a new structure."""
     from esper.tolaria.executors.native.executor import NativeExecutor
 
-    hosts = Hosts.build(case, task_of(case, options), "native")
+    hosts = Hosts.build(case, task_of(case, options), "native", CPU)
     assert isinstance(hosts.executor, NativeExecutor)
     networks, population, r = hosts.executor._networks, hosts.executor.population, random.Random(0)
     known = [index for _, index in population.seed_kinds if registry.names()[index] not in networks.refused]
@@ -446,7 +461,7 @@ def main(options: Options) -> int:
     if options.quick:
         options = replace(options, repetitions=1, batches=2, val_examples=64)
     chosen = [
-        replace(case, hosts=2) if options.quick else case for case in cases()
+        replace(case, hosts=2 if options.quick else options.hosts or case.hosts) for case in cases()
         if not options.only or any(word.lower() in case.name.lower() for word in options.only)
     ]  # fmt: skip
     if options.quick and not options.only:
@@ -464,10 +479,10 @@ def main(options: Options) -> int:
             rows.append(row)
             times = f"{row.esper_ms:,.0f} ms, {row.ratio:.2f} times as fast ({row.lowest:.2f} to {row.highest:.2f})"
             print(f"{row.name}, {row.executor}: {times} as {row.plain}", file=sys.stderr, flush=True)
-    machine = environment(CPU)
+    machine = environment(choose_device(options.device))
     print(markdown(rows, {**machine, "threads": options.threads}))
     for case in chosen:
-        if case.name.startswith("ResNet-8") and not case.seeds:
+        if options.device == "cpu" and case.name.startswith("ResNet-8") and not case.seeds:
             for executor in options.executors:
                 print(share_of_peak(case, options, executor))
     if options.json is not None:

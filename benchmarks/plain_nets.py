@@ -161,7 +161,7 @@ class Gate(nn.Module):
         """Features or outputs of a batch."""
         if h.dim() == 4:
             return self.out(F.silu(self.hidden(h.mean((2, 3))))).sigmoid()[:, :, None, None]
-        past = h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
+        past = h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device)[:, None]
         return self.out(F.silu(self.hidden(past))).sigmoid()
 
 
@@ -271,7 +271,7 @@ class PlainTransformer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Examples on the CPU: x [n, ...] and y [n] or [n, T]; `orders` [N, n] are those of training."""
+    """Examples on the device of the networks: x [n, ...] and y [n] or [n, T]; `orders` [N, n] are those of training."""
 
     train: tuple[Tensor, Tensor]
     val: tuple[Tensor, Tensor]
@@ -316,7 +316,7 @@ class PlainLoops:
             net.train()
             owners = [[p for name, p in net.named_parameters() if not name.startswith("seeds.")]]
             owners += [list(block.parameters()) for block in getattr(net, "seeds", nn.ModuleDict()).children()]
-            total = torch.zeros(())
+            total = torch.zeros((), device=x.device)
             for chosen in order.split(self.data.batch_train):
                 loss = self._loss(called(self._batch(x[chosen])), y[chosen])
                 optimizer.zero_grad()
@@ -325,8 +325,8 @@ class PlainLoops:
                     nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 total += loss.detach() * len(chosen) / len(order)
-            losses.append(float(total))
-        return losses
+            losses.append(total)
+        return torch.stack(losses).tolist()
 
     @torch.no_grad()
     def evaluate(self) -> list[tuple[float, float]]:
@@ -334,14 +334,14 @@ class PlainLoops:
         (x, y), found = self.data.val, []
         for net, called in zip(self.nets, self._called, strict=True):
             net.eval()
-            loss, hits = torch.zeros(()), torch.zeros(())
+            loss, hits = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
             for some_x, some_y in zip(x.split(self.data.batch_val), y.split(self.data.batch_val), strict=True):
                 outputs = called(self._batch(some_x))
                 loss += self._loss(outputs, some_y) * len(some_y) / len(y)
                 if self._classifies:
                     hits += (outputs.argmax(-1) == some_y).sum()
-            found.append((float(loss), float(hits) / y.numel()))
-        return found
+            found.append(torch.stack((loss, hits / y.numel())))
+        return [(loss, share) for loss, share in torch.stack(found).tolist()]
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:

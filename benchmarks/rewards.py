@@ -28,26 +28,27 @@ from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
 from esper.telemetry.machine import environment
-from esper.tolaria.runtime import keep_freed_memory
+from esper.tolaria.runtime import choose_device, keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
 from reference.rewards.golden import kernel_arguments
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import HostRow
 
-CPU = torch.device("cpu")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
 LIVE = (2, 3, 4, 6, 7)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure the reward kernel of mode `shaped` on one core of the CPU."""
+    """Measure the reward kernel of mode `shaped`, on one core of the CPU or on a GPU."""
 
     hosts: tuple[int, ...] = (64, 1024, 4096)
     """Numbers of hosts, ascending; the limits on ratios apply to the last, that on time to the first."""
     repetitions: int = 25
     """Times each form is measured."""
+    device: str = "cpu"
+    """Of the eager and the compiled kernel: cpu, cuda or cuda:N. The scalar reference is plain Python."""
     compiled: bool = True
     """Also measure the compiled kernel: needs a C++ compiler and half a minute per number of hosts."""
     json: Path | None = None
@@ -115,6 +116,7 @@ def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip
     del given["deferred_scales"], given["deferred_contributions"]
+    given = {name: x.to(choose_device(options.device)) if isinstance(x, Tensor) else x for name, x in given.items()}
     found: dict[str, Callable[[], object]] = {
         "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # discards the results
         "eager": lambda: compute_reward_batched(**given),
@@ -163,13 +165,15 @@ def _seconds(form: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         form()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls
 
 
 def where_and_how(options: Options) -> dict[str, str | int]:
     """Machine and settings of the numbers."""
     settings = f"mode shaped with breakdown, float64, {options.repetitions} repetitions"
-    return {**environment(CPU), "settings": settings}
+    return {**environment(choose_device(options.device)), "settings": settings}
 
 
 def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:

@@ -22,6 +22,12 @@ from beartype._check.code import codemain
 codemain.getrandbits = random.Random(0).getrandbits  # shape checks choose items of a list without the global generator
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of the machine from all tests but those that ask for one: the others expect what a CPU does."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`shared_run(kind="null", rounds=3, *options)`: the one run of these settings, made when first asked for."""

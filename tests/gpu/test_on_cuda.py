@@ -30,7 +30,11 @@ from esper.tolaria.executors.protocol import TrainPass
 from tiny import Bench
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device")]
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
+pytestmark = [  # those of the compiler itself
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SYNC = "called a synchronizing CUDA operation"
 assert small_runs.OPTIONS  # registers the tiny task

@@ -14,6 +14,7 @@
 Functions are compiled before the first step; `graphs_compiled` counts recompilations.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -44,9 +45,10 @@ def graphs_compiled() -> int:
 
 def explained(what: str, error: Exception) -> ConfigError:
     """The ConfigError for a failed compilation of `what`."""
-    first_line = (str(error).splitlines() or [""])[0]
+    first, second, *_ = [*str(error).splitlines(), "", ""]
+    reason = f"{first} {second}" if first.endswith("raised:") else first  # the name of the compiler, then its error
     return ConfigError(
-        f"{what} could not be compiled ({type(error).__name__}: {first_line}); set compile = 'off', or "
+        f"{what} could not be compiled ({type(error).__name__}: {reason}); set compile = 'off', or "
         "install what is missing (on the CPU a C++ compiler such as g++)."
     )
 
@@ -57,9 +59,14 @@ def compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
     Without the guards of `torch.compile`: `CompiledStep` has compared shapes, dtypes and devices, and a second check of
     a hundred arguments takes as long as a small graph.
     """
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        "loop_ordering_after_fusion": False,  # fails on a GPU before PyTorch 2.13 where parts of a `cat` are fused
+    }
     run = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=options)
-    run(*inputs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it would be another computation
+        run(*inputs)
     return lambda tensors: run(*tensors)
 
 

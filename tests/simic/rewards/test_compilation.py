@@ -38,6 +38,7 @@ def test_a_failed_compilation_names_the_way_out():
     assert "no compiler" in message
     assert "log" not in message
     assert "compile = 'off'" in message
+    assert "raised: no GPU)" in str(explained("the toy", RuntimeError("backend raised:\nno GPU\nand a long log")))
 
 
 @pytest.mark.compiled

@@ -83,7 +83,7 @@ class FlatParameters:
     def clear(self, rows: Int[Tensor, " R"]) -> None:
         """Set everything in these rows to zero, but not their snapshot."""
         for tensor in self.tensors().values():
-            tensor[rows] = 0
+            tensor.index_fill_(0, rows, 0)  # an assignment would copy the number to the device and wait
 
     def save(self, rows: Int[Tensor, " R"]) -> None:
         """Copy parameters and buffers of these rows into the snapshot."""

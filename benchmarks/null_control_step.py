@@ -107,11 +107,14 @@ class Subject:
             if weight.dim() == 2:
                 number = numbers.get(name.split(".")[0], hosts * network.num_slots)
                 weights.append(weight)
-                rows.append(torch.ones(hosts if name.endswith("others_weight") else number, weight.shape[1]))
+                number = hosts if name.endswith("others_weight") else number
+                rows.append(torch.ones(number, weight.shape[1], device=weight.device))
 
         def products() -> None:
             for row, weight in zip(rows, weights, strict=True):
                 torch.mm(row, weight.t())
+            if weights[0].is_cuda:
+                torch.cuda.synchronize()
 
         return 1e-3 * statistics.median(wall_ms(products) for _ in range(9))
 

@@ -351,10 +351,10 @@ def check_same(case: Case, name: str, found: object, want: object) -> None:
     """Raise AssertionError unless two ways computed the same: losses of training, then of the validation after it."""
     assert isinstance(found, tuple)
     assert isinstance(want, tuple)
-    # where training draws, masks differ
-    limits = {"training": 0.02 if case.draws else 2e-4, "validation": 0.02 if case.draws else 2e-3}
+    coarse = case.draws or torch.cuda.is_initialized()  # masks differ; convolutions of a GPU round to TF32
+    limits = {"training": 0.02 if coarse else 2e-4, "validation": 0.02 if coarse else 2e-3}
     for (what, limit), a, b in zip(limits.items(), found, want, strict=True):
-        off = float(((a - b) / b).abs().max())
+        off = float(((a.cpu() - b.cpu()) / b.cpu()).abs().max())
         assert off < limit, f"{case.name}: the {what} losses of {name} are off by {off:.1e}"
 
 

@@ -12,7 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, RankError
-from esper.leyline.ranks import ALONE, Group, Ranks, _nodes, _Store, _tree_sum, group, is_launched, joined, parts_of
+from esper.leyline.ranks import (
+    ALONE,
+    Group,
+    Ranks,
+    _nodes,
+    _Store,
+    _tree_sum,
+    group,
+    is_launched,
+    joined,
+    parts_of,
+    require_own_gpus,
+)
 
 PROGRAM = Path(__file__).parents[1] / "rank_program.py"
 
@@ -80,6 +92,16 @@ def test_a_process_that_no_launcher_started_is_alone(monkeypatch):
     with joined() as found:
         assert found is group() is ALONE
         assert (found.gathered(3), found.at_first(3), found.of_first(lambda: 3)) == ([3], [3], 3)
+
+
+def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr("esper.leyline.ranks.local_ranks", lambda: 2)
+    for gpus, device in ((0, "cpu"), (1, "cpu"), (2, "cuda")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        require_own_gpus(torch.device(device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks of this machine cannot share its 1 GPU; start 1, or set device"):
+        require_own_gpus(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [

@@ -73,7 +73,7 @@ class Train:
     """How hosts are run: streamed (one by one), fused (all at once), native (C++ on a CPU) or auto. (auto)"""
     ranks: Ranks = None
     compile: Text = None
-    """Use torch.compile for policy and reward: off, on or auto, which is on for CUDA. (auto)"""
+    """Use torch.compile for policy and reward: off, on or auto, which is on for long runs on CUDA. (auto)"""
     amp: Text = None
     """Mixed precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: Number = None

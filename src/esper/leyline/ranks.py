@@ -313,6 +313,16 @@ def local_ranks() -> int:
     return 1 if group().alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def require_own_gpus(device: torch.device) -> None:
+    """Raise ConfigError if the ranks of this machine would share a GPU, over which they could not communicate."""
+    ranks, gpus = local_ranks(), torch.cuda.device_count()
+    if device.type == "cuda" and ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks of this machine cannot share its {gpus} GPU{'s' * (gpus > 1)}; start {gpus}, or set device "
+            "to 'cpu'."
+        )
+
+
 @contextmanager
 def joined(timeout: float = 600.0) -> Iterator[Group]:
     """Join the other processes of a job that torchrun started; alone without one. Nested calls give the same group.

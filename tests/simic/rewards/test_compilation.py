@@ -15,12 +15,12 @@ by_compiler = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning
 
 
 @pytest.mark.parametrize(
-    ("choice", "device", "compiled"),
-    [("off", "cpu", False), ("off", "cuda", False), ("on", "cpu", True), ("on", "cuda", True), ("auto", "cpu", False),
-     ("auto", "cuda", True)],
+    ("choice", "device", "steps", "compiled"),
+    [("off", "cpu", 10**6, False), ("off", "cuda", 10**6, False), ("on", "cpu", 1, True), ("on", "cuda", 1, True),
+     ("auto", "cpu", 10**6, False), ("auto", "cuda", 10_000, True), ("auto", "cuda", 9_999, False)],
 )  # fmt: skip
-def test_auto_compiles_on_cuda_alone(choice, device, compiled):
-    assert is_compiled(choice, torch.device(device)) is compiled
+def test_auto_compiles_long_runs_on_cuda_alone(choice, device, steps, compiled):
+    assert is_compiled(choice, torch.device(device), steps) is compiled
 
 
 def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():

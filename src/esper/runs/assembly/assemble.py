@@ -8,11 +8,11 @@ import torch
 
 from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.messages import ClientProtocol
-from esper.leyline.ranks import Ranks, group, local_ranks
+from esper.leyline.ranks import Ranks, group, local_ranks, require_own_gpus
 from esper.runs.assembly.clients import baseline_of, learner_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import policy_bytes, rollout_bytes
-from esper.simic.compilation import CompiledStep, is_compiled
+from esper.simic.compilation import CompiledStep
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
@@ -62,7 +62,7 @@ def engine_of(
         on_step=on_step,
         lr_factors=lr_factors,
     )
-    if is_compiled(config.compile, device):
+    if config.is_compiled(device):
         engine.compile_phases(partial(CompiledStep, name="a phase of the control step"))
     return engine
 
@@ -150,6 +150,7 @@ def assemble(
         DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
             into its memory.
     """
+    require_own_gpus(device)
     config = replace(config, blocks=config.blocks or min(group().size, config.num_envs))
     ranks = Ranks(config.num_envs, config.blocks, group())
     hosts = replace(config.engine(), num_envs=len(ranks.hosts), host_offset=ranks.hosts.start)
@@ -171,7 +172,7 @@ def assemble(
         config,
         executor=engine.config.executor,
         amp=engine.config.amp,
-        compile="on" if is_compiled(config.compile, device) else "off",
+        compile="on" if config.is_compiled(device) else "off",
     )
     client: ClientProtocol
     if config.architecture:

@@ -15,7 +15,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.state_file import read_state, write_state
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import POLICY_PARTS, PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
-from esper.simic.compilation import CompiledStep, is_compiled
+from esper.simic.compilation import CompiledStep
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.modes import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
@@ -36,7 +36,7 @@ def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
     """The reward function, compiled if the configuration says so; raises ConfigError if it cannot be."""
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
-        if is_compiled(config.compile, spec.device):
+        if config.is_compiled(spec.device):
             reward.warm_up(compiled_reward, spec.num_envs, spec.num_slots, spec.device)
     elif isinstance(reward, ObjectiveReward):
         pass  # about twenty operators: always eager
@@ -64,7 +64,7 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
     """Compiles the policy step if the configuration says so; raises ConfigError if it cannot be compiled."""
 
     def wrap(step: PolicyStep) -> PolicyFunction:
-        if not is_compiled(config.compile, spec.device):
+        if not config.is_compiled(spec.device):
             return step
         decide = CompiledStep(step, name="the policy step")
         decide(blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device), False)

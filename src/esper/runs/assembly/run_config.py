@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -26,7 +27,7 @@ from esper.leyline.random import MAX_EPISODES
 from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
 from esper.runs.assembly.values import Values, flat, plain
 from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.compilation import CompileChoice
+from esper.simic.compilation import CompileChoice, is_compiled
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.tasks.datasets import data_label
 from esper.tasks.registry import TaskSpec, task_by_name
@@ -90,7 +91,7 @@ class RunConfig:
     """Seconds that a rank waits for the others at the end of a round, before the run ends with an error."""
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
-    CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""
+    CUDA in a run of at least 10,000 steps, else "off"; `config.toml` names the one chosen. It takes about a minute."""
     architecture: tuple[str, ...] = ()
     """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
     no controller is trained."""
@@ -176,6 +177,10 @@ class RunConfig:
             lifecycle=self.lifecycle,
             governor=self.governor,
         )
+
+    def is_compiled(self, device: torch.device) -> bool:
+        """Whether `compile` means compiled functions in this run."""
+        return is_compiled(self.compile, device, self.rounds * self.episode_length)
 
     def data_path(self) -> Path | None:
         """Data folder: `data_dir`, else $ESPER_DATA, else None."""

@@ -45,7 +45,6 @@ from esper.runs.training.checkpoint import (
     set_aside,
 )
 from esper.runs.training.signals import stop_signals
-from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.machine import memory_bytes, version
@@ -465,8 +464,8 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
             f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
             f"use a larger {option('episode_length')}, or a smaller lifecycle.min_training_epochs"
         )
-    if is_compiled(config.compile, device):
-        console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
+    if config.is_compiled(device):
+        console.say("compiling (a minute or more in the first run, seconds once the compiler cache is filled)")
     parts = assemble(config, device, console.say, rounds_done=rounds_done)
     if not parts.ranks.alone:
         settings = {n: str(v) for n, v in flat(plain(parts.config)).items() if n not in CHANGEABLE}
@@ -487,6 +486,8 @@ def why_chosen(executor: str, device: torch.device) -> str:
         return " (C++ compiled for this CPU)"
     if device.type == "cpu" and compiler() is None:
         return " (install a C++ compiler such as g++ to run small hosts several times faster)"
+    if device.type != "cpu":
+        return ""
     return " (chosen by the size of activations)"
 
 

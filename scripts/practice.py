@@ -1,8 +1,10 @@
 """What `esper.grow` is worth beside the usual ways, at equal compute: trains, and writes a part of docs/results.md.
 
 For each host of `practice_hosts.py` the budget is three runs of its network, in FLOPs; no method may spend more, or
-keep more parameters than the wider network has. The best on the validation split is tested, once. Results are lines
-of OUT/results.jsonl; what is there is not computed again, so that an interrupted run continues.
+keep more parameters than the wider network has. Only "esper, auto, same time" has the seconds of "plain, long" as its
+budget: the FLOPs that "esper, auto" would spend in them, by its own seconds with this seed. The best on the validation
+split is tested, once. Results are lines of OUT/results.jsonl; what is there is not computed again, so that an
+interrupted run continues.
 
     python scripts/practice.py --data-dir DATA --page docs/results.md           # `make results`: hours on two cores
     python scripts/practice.py --data-dir DATA --small --seeds 1                # minutes
@@ -14,7 +16,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +35,8 @@ from write_benchmarks import between_markers
 
 MARKERS = ("<!-- practice: begin -->", "<!-- practice: end -->")
 GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
-METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING))
+SAME_TIME, TIMED = GROWN + "auto, same time", ("plain, long", GROWN + "auto")
+METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING), SAME_TIME)
 FILE = "results.jsonl"
 
 
@@ -74,6 +77,8 @@ class Job:
     epochs: float
     method: str
     seed: int
+    times: float = 1.0
+    """Of the budget, how much this method may spend."""
 
     @property
     def key(self) -> tuple[str, int, float, str, int]:
@@ -105,10 +110,11 @@ def measured(job: Job, data_dir: Path | None) -> Result:
     host = next(host for host in HOSTS if host.name == job.host)
     whole = host.load(data_dir, job.seed)
     data = whole.fewer(job.examples, max(1, len(whole.val[1]) * job.examples // host.examples))
-    budget, limit = budget_of(host, data, job.epochs), num_params(host.net(WIDER))
+    budget, limit = budget_of(host, data, job.epochs) * job.times, num_params(host.net(WIDER))
     began = cpu_seconds()
     if job.method.startswith(GROWN):
-        found = grow(host, data, job.epochs, job.method.removeprefix(GROWN), budget, limit, job.seed)
+        method = job.method.removeprefix(GROWN).partition(",")[0]
+        found = grow(host, data, job.epochs, method, budget, limit, job.seed)
     else:
         found = run(host, data, plans(host, data, budget)[job.method], job.seed)
     if found.flops > budget or found.params > limit:
@@ -116,8 +122,9 @@ def measured(job: Job, data_dir: Path | None) -> Result:
             f"{job.method} on {job.host} spent {found.flops:,.0f} FLOPs and kept {found.params:,} parameters; "
             f"allowed are {budget:,.0f} and {limit:,}."
         )
+    settings = {name: value for name, value in asdict(job).items() if name != "times"}
     return Result(
-        **asdict(job), **asdict(found), data=data.label, limit=limit, budget=budget, seconds=cpu_seconds() - began,
+        **settings, **asdict(found), data=data.label, limit=limit, budget=budget, seconds=cpu_seconds() - began,
         commit=commit(),
     )  # fmt: skip
 
@@ -150,6 +157,21 @@ def computed(jobs: Sequence[Job], options: Options, data_dir: Path | None) -> It
             pool.shutdown(cancel_futures=True)
 
 
+def timed(job: Job, results: Sequence[Result]) -> Job:
+    """The job with the budget that the seconds of "plain, long" allow; ConfigError if they are not known."""
+    seconds = {r.method: r.seconds for r in results if r.key == replace(job, method=r.method).key}
+    if missing := [name for name in TIMED if name not in seconds]:
+        raise ConfigError(f"{job.method!r} needs the seconds of {' and '.join(map(repr, missing))}; add that method.")
+    return replace(job, times=seconds[TIMED[0]] / seconds[TIMED[1]])
+
+
+def in_order(jobs: Sequence[Job], results: Sequence[Result], options: Options) -> Iterator[Result]:
+    """The results of the jobs; `results` grows meanwhile, and has the seconds that the last of them need."""
+    folder = data_folder(options.data_dir)
+    yield from computed([job for job in jobs if job.method != SAME_TIME], options, folder)
+    yield from computed([timed(job, results) for job in jobs if job.method == SAME_TIME], options, folder)
+
+
 def main(options: Options) -> int:
     """Compute what is missing, and write the tables; returns the exit code."""
     try:
@@ -162,7 +184,7 @@ def main(options: Options) -> int:
         missing = [job for job in jobs if job.key not in {result.key for result in results}]
         print(f"practice: {len(results)} of {len(jobs)} results are in {file}")
         with file.open("a", encoding="utf-8") as lines:
-            for result in computed(missing, options, data_folder(options.data_dir)):
+            for result in in_order(missing, results, options):
                 results.append(result)
                 lines.write(json.dumps(asdict(result)) + "\n")
                 lines.flush()
@@ -172,7 +194,7 @@ def main(options: Options) -> int:
                     flush=True,
                 )
         order = {job.key: place for place, job in enumerate(jobs)}
-        text = page(sorted(results, key=lambda result: order[result.key]), options.reference)
+        text = page(sorted(results, key=lambda result: order[result.key]), options.reference, SAME_TIME)
         print(text)
         if options.page is not None:
             options.page.write_text(between_markers(options.page.read_text("utf-8"), text, MARKERS), encoding="utf-8")

@@ -57,11 +57,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(half)
 
 
-def page(results: Sequence[Result], reference: str) -> str:
-    """All tables: what `reference` gains, and each host with all methods."""
+def page(results: Sequence[Result], reference: str, *others: str) -> str:
+    """All tables: what `reference` and the other methods named gain, and each host with all methods."""
     ordered = sorted(results, key=lambda r: r.setting)
     settings = [by_method(list(some)) for _, some in groupby(ordered, key=lambda r: r.setting)]
-    parts = [summary(settings, reference), *(host_table(methods, reference) for methods in settings)]
+    summaries = [summary(settings, name) for name in dict.fromkeys((reference, *others))]
+    parts = [*summaries, *(host_table(methods, reference) for methods in settings)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import esper
 import practice as script
+from esper.leyline.errors import ConfigError
 from practice import Options, jobs_of, main, stored
 from practice_grown import task_of
 from practice_hosts import CONTEXT, GPT, HOSTS, VOCABULARY, WIDER, Data
@@ -116,6 +117,22 @@ def test_differences_are_paired_by_seed():
     # 1, 2, 3: mean 2, with the interval of the test above; each alone has a standard deviation of 20 or 21
     assert "| an MLP on a table | 70.00 ± 49.68 | plain | 68.00 ± 52.17 | +2.00 ± 2.48 |" in text
     assert "esper, auto is better than the best usual way on 0 of 1 hosts, worse on 0;" in text
+
+
+def test_a_second_method_has_a_summary_of_its_own():
+    found = results("plain", [89.0, 90.0]) + results("esper, auto", [90.0, 91.0]) + results("other", [1.0, 2.0])
+    text = page(found + results(script.SAME_TIME, [91.0, 92.0]), "esper, auto", script.SAME_TIME)
+    assert "esper, auto is better than the best usual way on 1 of 1 hosts" in text
+    assert "esper, auto, same time is better than the best usual way on 1 of 1 hosts" in text
+    assert text.count("### An MLP on a table") == 1
+
+
+def test_the_time_of_one_long_run_is_a_budget_by_the_seconds_of_auto():
+    job = script.Job(host="tabular", examples=100, epochs=2.0, method=script.SAME_TIME, seed=1)
+    known = [replace(RESULT, method="plain, long", seconds=30.0), replace(RESULT, method="esper, auto", seconds=12.0)]
+    assert script.timed(job, known).times == 2.5
+    with pytest.raises(ConfigError, match="needs the seconds of 'esper, auto'; add that method"):
+        script.timed(job, [known[0], replace(known[1], seed=2)])
 
 
 def test_a_host_is_won_against_the_usual_way_with_the_best_test_accuracy():

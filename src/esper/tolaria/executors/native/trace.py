@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.kasmina.parameters.dropout import Dropout
@@ -87,7 +89,8 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
     for row, layout in zip(rows, (template.parameters, template.buffers), strict=True):
         row[~layout.padding_mask] = 0.5  # any value at which nothing is infinite
     try:
-        with _dropout_as_operation():
+        # with a mode in the context PyTorch need not make one for each value, which takes half of the time
+        with _dropout_as_operation(), tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
             module_of_graph = make_fx(
                 run, decomposition_table=_WRITTEN_OUT, pre_dispatch=True, record_stack_traces=lines
             )(*rows, x)

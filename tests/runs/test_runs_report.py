@@ -66,7 +66,6 @@ def step(**changes: object) -> StepReport:
         "breakdown": np.array([[0.5, 0.0], [2.0, -0.5]]),
         "flags": np.array([[False, False], [False, True]]),
         "value": np.array([0.25, -1.0]),
-        "op_log_prob": np.log([1.0, 0.5]),
         "op_prob": np.array([[1.0, 0, 0, 0, 0, 0], [0.25, 0.5, 0, 0.25, 0, 0]]),
         "constrained": np.zeros((2, 8), dtype=np.bool_),
         "train_acc": np.array([45.0, 55.0]),

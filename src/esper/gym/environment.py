@@ -91,8 +91,7 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         spec = self._engine.spec
         self._reward = reward(spec)
         self._client = ScriptedClient(ScriptedPolicy(self._script, spec), self._reward)
-        self._selectable = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=spec.device)
-        self._selectable[list(spec.selectable)] = True
+        self._selectable = spec.selectable_mask()
         self.num_envs = spec.num_envs
         self.single_observation_space, self.single_action_space = observation_space(spec), action_space(spec)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)

@@ -120,12 +120,12 @@ def count_step(
 class StepReport:
     """One step as read by the host: read-only numpy arrays, [N] or [N, S] unless stated.
 
-    `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate that
-    a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
-    last reward it replaced. `compute` [N] is relative (`HostState.relative_compute`). `params` are those of each seed,
-    `host_params` [N] of the host. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the
-    op alone, `op_prob` [N, 6] are the probabilities of all, and `constrained` [N, 8] marks heads whose mask left out
-    values. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
+    `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate
+    that a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts
+    whose last reward it replaced. `compute` [N] is relative (`HostState.relative_compute`). `params` are those of
+    each seed, `host_params` [N] of the host. `breakdown` [N, M] and `flags` [N, 2] are the reward's, `op_prob` [N,
+    6] the probabilities of all ops, and `constrained` [N, 8] marks heads whose mask left out values.
+    `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
     `measured_acc` [N, K] their accuracies. `stopped` [N] hosts have no further step.
 
     A host that was stopped before this step has decided nothing in it, as one that was rolled back: its reward is NaN.
@@ -151,7 +151,6 @@ class StepReport:
     breakdown: np.ndarray
     flags: np.ndarray
     value: np.ndarray
-    op_log_prob: np.ndarray
     op_prob: np.ndarray
     constrained: np.ndarray
     measured_sets: np.ndarray
@@ -277,15 +276,13 @@ class Decision:
 
     actions: Int[Tensor, "N 8"]
     value: Float[Tensor, " N"]
-    op_log_prob: Float[Tensor, " N"]
     op_prob: Float[Tensor, "N 6"]
     constrained: Bool[Tensor, "N 8"]
 
 
 def decision_of(act: ActResult) -> Decision:
     """The reported part of `act`."""
-    same = {name: getattr(act, name) for name in ("actions", "value", "op_prob", "constrained")}
-    return Decision(op_log_prob=act.log_prob[:, Head.OP], **same)
+    return Decision(actions=act.actions, value=act.value, op_prob=act.op_prob, constrained=act.constrained)
 
 
 def step_outputs(

@@ -460,7 +460,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
     """Run the network of `model` on inputs like `example` [B, ...].
 
     Raises:
-        ConfigError: the network cannot be a host (see `module_checks`).
+        ConfigError: the network cannot be a host (the sentence says why).
     """
     _check_model(model)
     x, others = probe_inputs(example, interface)

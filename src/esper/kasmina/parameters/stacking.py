@@ -8,7 +8,7 @@ change, and `STACKED` replaces the layers with weights. [B * G, C, H, W] is [B, 
 convolutions and normalizations of all hosts are one grouped kernel.
 
 A layer whose weights are all frozen stays as it is, with one tensor for all hosts. A module with other weights, or
-whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
+whose `forward` mixes examples (a trial finds out), runs through `torch.vmap`.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """What `esper.grow` is worth beside the usual ways, at equal compute: trains, and writes a part of docs/results.md.
 
 For each host of `practice_hosts.py` the budget is three runs of its network, in FLOPs; no method may spend more, or
-keep more parameters than the wider network has. Only "esper, auto, same time" has the seconds of "plain, long" as its
-budget: the FLOPs that "esper, auto" would spend in them, by its own seconds with this seed. The best on the validation
-split is tested, once. Results are lines of OUT/results.jsonl; what is there is not computed again, so that an
-interrupted run continues.
+keep more parameters than the wider network has. Only methods of the "same time" have the seconds of "plain, long" as
+their budget: the FLOPs that "esper, auto" would spend in them, by its own seconds with this seed. The best on the
+validation split is tested, once. Results are lines of OUT/results.jsonl; what is there is not computed again, so that
+an interrupted run continues.
 
     python scripts/practice.py --data-dir DATA --page docs/results.md           # `make results`: hours on two cores
     python scripts/practice.py --data-dir DATA --small --seeds 1                # minutes
@@ -35,8 +35,9 @@ from write_benchmarks import between_markers
 
 MARKERS = ("<!-- practice: begin -->", "<!-- practice: end -->")
 GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
-SAME_TIME, TIMED = GROWN + "auto, same time", ("plain, long", GROWN + "auto")
-METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING), SAME_TIME)
+TIMED = ("plain, long", GROWN + "auto")
+SAME_TIME = tuple(f"{GROWN}{name}, same time" for name in ("auto", "plain"))
+METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING), *SAME_TIME)
 FILE = "results.jsonl"
 
 
@@ -168,8 +169,8 @@ def timed(job: Job, results: Sequence[Result]) -> Job:
 def in_order(jobs: Sequence[Job], results: Sequence[Result], options: Options) -> Iterator[Result]:
     """The results of the jobs; `results` grows meanwhile, and has the seconds that the last of them need."""
     folder = data_folder(options.data_dir)
-    yield from computed([job for job in jobs if job.method != SAME_TIME], options, folder)
-    yield from computed([timed(job, results) for job in jobs if job.method == SAME_TIME], options, folder)
+    yield from computed([job for job in jobs if job.method not in SAME_TIME], options, folder)
+    yield from computed([timed(job, results) for job in jobs if job.method in SAME_TIME], options, folder)
 
 
 def main(options: Options) -> int:
@@ -194,7 +195,7 @@ def main(options: Options) -> int:
                     flush=True,
                 )
         order = {job.key: place for place, job in enumerate(jobs)}
-        text = page(sorted(results, key=lambda result: order[result.key]), options.reference, SAME_TIME)
+        text = page(sorted(results, key=lambda result: order[result.key]), options.reference, SAME_TIME[0])
         print(text)
         if options.page is not None:
             options.page.write_text(between_markers(options.page.read_text("utf-8"), text, MARKERS), encoding="utf-8")

@@ -50,6 +50,7 @@ MAY_CATCH_ALL = {
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
     "tolaria/executors/native/trace.py": "any error of a user's code in a trace is why it has no rule",
     "telemetry/sinks.py": "whatever a listener or a sink does, it does not stop a run",
+    "tolaria/runtime.py": "any error of a user's code on a GPU is raised again with the name of the device",
     "cli/record.py": "any error of the thread of a query is raised again in the main one",
     "leyline/ranks.py": "every rank raises what the first one raises, and hears of what any raises",
 }

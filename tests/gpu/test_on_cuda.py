@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import esper
 import small_runs
 from esper.kasmina.blueprints import blueprint_by_name
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
@@ -260,3 +261,19 @@ def test_both_executors_give_on_cuda_what_the_streamed_one_gives_on_the_cpu():
 @on_gpu
 def test_half_precision_trains_like_whole(kind, dtype):
     check_half_precision(CUDA, kind, dtype)
+
+
+@on_gpu
+def test_a_network_that_makes_tensors_on_the_cpu_is_refused_in_a_sentence():
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x) + torch.arange(8))
+
+    x, y = torch.randn(40, 4), torch.arange(40) % 2
+    task = esper.Task(name="forgetful", model=Forgetful, slots=["body"], train=(x, y), val=(x, y), batch=8)
+    with pytest.raises(esper.ConfigError, match=r"run on the CPU, but not on cuda:0 .* set device to 'cpu'"):
+        esper.grow(task, budget=esper.Budget(flops=1e6), device="cuda", progress=False)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dry_run import CountedReads
 from esper.leyline.errors import ConfigError
-from esper.tolaria.runtime import CUDATimer, PhaseTimer, choose_device, host_read, start_read
+from esper.tolaria.runtime import CUDATimer, PhaseTimer, choose_device, host_read, start_read, tried_on
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int8)
@@ -187,3 +187,25 @@ def test_a_timer_on_cuda_measures_the_work_of_the_device():
         for _ in range(10):
             x = x @ x * 1e-4
     assert timer.elapsed_ms() > 0.0
+
+
+def test_code_of_the_user_that_fails_on_a_gpu_alone_is_told_what_to_do():
+    gpu, mixed = torch.device("cuda", 0), RuntimeError("Expected all tensors to be on the same device")
+    with (
+        pytest.raises(
+            ConfigError, match=r"run on the CPU, but not on cuda:0 \(RuntimeError: Expected .* device=x.device"
+        ),
+        tried_on(gpu),
+    ):
+        raise mixed
+    with (
+        pytest.raises(
+            ConfigError, match=r"one host does not fit on cuda:0 \(.*OutOfMemoryError: .*use a smaller batch"
+        ),
+        tried_on(gpu),
+    ):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+    with pytest.raises(ConfigError, match=r"^as it is$"), tried_on(gpu):
+        raise ConfigError("as it is")
+    with pytest.raises(RuntimeError, match="Expected"), tried_on(CPU):
+        raise mixed

@@ -36,7 +36,7 @@ from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
 from esper.tolaria.executors.training import begin_hosts, begin_training
-from esper.tolaria.runtime import host_read, usable_cores
+from esper.tolaria.runtime import host_read, tried_on, usable_cores
 
 _DRAWN = 5
 """Most memory while random numbers of an order are drawn and sorted, in multiples of the order."""
@@ -119,9 +119,11 @@ def predict(
     threads = min(usable_cores(), config.num_envs) if native and not one.refused else 1
     working = one.working_bytes()
     host = _host_bytes(one.data, structure, batches=not native) + others
-    at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
+    with tried_on(device):
+        at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
     process = resident_bytes() if device.type == "cpu" else 0  # when all code is loaded, and before trials of the time
-    batch_seconds = _pass_seconds(one)
+    with tried_on(device):
+        batch_seconds = _pass_seconds(one)
     if further := int(_TRIAL / batch_seconds):  # much of a quick pass is work that all hosts and batches share
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, EsperError, in_words
 from esper.leyline.ranks import local_ranks
 
 _reads = 0
@@ -189,6 +190,31 @@ def _both(*contexts: AbstractContextManager[Any]) -> ExitStack:
     for context in contexts:
         stack.enter_context(context)
     return stack
+
+
+@contextmanager
+def tried_on(device: torch.device) -> Iterator[None]:
+    """Code of the user runs here for the first time on this device; it ran on the CPU when its task was made.
+
+    Raises:
+        ConfigError: it fails on another device.
+    """
+    try:
+        yield
+    except EsperError:
+        raise
+    except Exception as error:
+        if device.type == "cpu":
+            raise
+        reason, other = in_words(error), "set device to 'cpu'"
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"one host does not fit on {device} ({reason}); use a smaller batch, or {other}."
+            ) from error
+        raise ConfigError(
+            f"the network, its loss, inputs or augmentation run on the CPU, but not on {device} ({reason}); make new "
+            f"tensors on the device of what is given, e.g. torch.arange(n, device=x.device), or {other}."
+        ) from error
 
 
 def choose_device(name: str) -> torch.device:

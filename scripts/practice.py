@@ -1,19 +1,21 @@
 """What `esper.grow` is worth beside the usual ways, at equal compute: trains, and writes a part of docs/results.md.
 
 For each host of `practice_hosts.py` the budget is three runs of its network, in FLOPs; no method may spend more, or
-keep more parameters than the wider network has. Only methods of the "same time" have the seconds of "plain, long" as
-their budget: the FLOPs that "esper, auto" would spend in them, by its own seconds with this seed. The best on the
+keep more parameters than the wider network has. With `--same-time` methods of esper have minutes instead: those that
+"plain, long" took with this seed on the same cores, by as many threads as are fastest for it. The best on the
 validation split is tested, once. Results are lines of OUT/results.jsonl; what is there is not computed again, so that
 an interrupted run continues.
 
     python scripts/practice.py --data-dir DATA --page docs/results.md           # `make results`: hours on two cores
     python scripts/practice.py --data-dir DATA --small --seeds 1                # minutes
+    python scripts/practice.py --data-dir DATA --small --same-time --out runs/same-time
     python scripts/practice.py --hosts fashion --examples 20000 --epochs 30 --methods plain wider
 """
 
 import json
 import resource
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -24,20 +26,22 @@ from pathlib import Path
 import torch
 import tyro
 
+import esper
 from esper.leyline.errors import ConfigError, EsperError
 from esper.runs.assembly.run_config import data_folder
 from esper.telemetry.machine import commit
+from esper.tolaria.runtime import usable_cores
 from practice_grown import grow
 from practice_hosts import HOSTS, WIDER
-from practice_plain import budget_of, num_params, plans, run
+from practice_plain import budget_of, fastest_threads, num_params, plans, run
 from practice_table import GROWN, Result, page
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- practice: begin -->", "<!-- practice: end -->")
+MARKERS_OF_TIME = ("<!-- practice, same time: begin -->", "<!-- practice, same time: end -->")
+LONG = "plain, long"
 GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
-TIMED = ("plain, long", GROWN + "auto")
-SAME_TIME = tuple(f"{GROWN}{name}, same time" for name in ("auto", "plain"))
-METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING), *SAME_TIME)
+METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING))
 FILE = "results.jsonl"
 
 
@@ -66,7 +70,9 @@ class Options:
     reference: str = "esper, auto"
     """The method that the others are compared with."""
     jobs: int = 1
-    """Processes, each with one thread."""
+    """Processes at the same time, each with OMP_NUM_THREADS cores."""
+    same_time: bool = False
+    """Give methods of esper the time of "plain, long" instead of its FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +84,8 @@ class Job:
     epochs: float
     method: str
     seed: int
-    times: float = 1.0
-    """Of the budget, how much this method may spend."""
+    seconds: float = 0.0
+    """Those that a method of esper may take; 0 for a budget of FLOPs."""
 
     @property
     def key(self) -> tuple[str, int, float, str, int]:
@@ -106,27 +112,34 @@ def jobs_of(options: Options) -> list[Job]:
 
 
 def measured(job: Job, data_dir: Path | None) -> Result:
-    """Do the work of one job, in one thread."""
+    """Do the work of one job."""
     torch.set_num_threads(1)
     host = next(host for host in HOSTS if host.name == job.host)
     whole = host.load(data_dir, job.seed)
     data = whole.fewer(job.examples, max(1, len(whole.val[1]) * job.examples // host.examples))
-    budget, limit = budget_of(host, data, job.epochs) * job.times, num_params(host.net(WIDER))
-    began = cpu_seconds()
+    budget, limit = budget_of(host, data, job.epochs), num_params(host.net(WIDER))
+    if (cores := usable_cores()) > 1 and not job.method.startswith(GROWN):
+        torch.set_num_threads(fastest_threads(host, data, plans(host, data, budget)[job.method], cores))
+    used, began = cpu_seconds(), time.perf_counter()
     if job.method.startswith(GROWN):
-        method = job.method.removeprefix(GROWN).partition(",")[0]
-        found = grow(host, data, job.epochs, method, budget, limit, job.seed)
+        allowed = (
+            esper.Budget(minutes=job.seconds / 60, params=limit)
+            if job.seconds
+            else esper.Budget(flops=budget, params=limit)
+        )
+        found = grow(host, data, job.epochs, job.method.removeprefix(GROWN), allowed, job.seed)
     else:
         found = run(host, data, plans(host, data, budget)[job.method], job.seed)
-    if found.flops > budget or found.params > limit:
+    wall = time.perf_counter() - began
+    if (found.flops > budget and not job.seconds) or found.params > limit:
         raise ConfigError(
             f"{job.method} on {job.host} spent {found.flops:,.0f} FLOPs and kept {found.params:,} parameters; "
             f"allowed are {budget:,.0f} and {limit:,}."
         )
-    settings = {name: value for name, value in asdict(job).items() if name != "times"}
+    setting = {name: value for name, value in asdict(job).items() if name != "seconds"}
     return Result(
-        **settings, **asdict(found), data=data.label, limit=limit, budget=budget, seconds=cpu_seconds() - began,
-        commit=commit(),
+        **setting, **asdict(found), data=data.label, limit=limit, budget=budget, seconds=cpu_seconds() - used,
+        wall=wall, commit=commit(),
     )  # fmt: skip
 
 
@@ -158,26 +171,29 @@ def computed(jobs: Sequence[Job], options: Options, data_dir: Path | None) -> It
             pool.shutdown(cancel_futures=True)
 
 
-def timed(job: Job, results: Sequence[Result]) -> Job:
-    """The job with the budget that the seconds of "plain, long" allow; ConfigError if they are not known."""
-    seconds = {r.method: r.seconds for r in results if r.key == replace(job, method=r.method).key}
-    if missing := [name for name in TIMED if name not in seconds]:
-        raise ConfigError(f"{job.method!r} needs the seconds of {' and '.join(map(repr, missing))}; add that method.")
-    return replace(job, times=seconds[TIMED[0]] / seconds[TIMED[1]])
-
-
 def in_order(jobs: Sequence[Job], results: Sequence[Result], options: Options) -> Iterator[Result]:
-    """The results of the jobs; `results` grows meanwhile, and has the seconds that the last of them need."""
-    folder = data_folder(options.data_dir)
-    yield from computed([job for job in jobs if job.method not in SAME_TIME], options, folder)
-    yield from computed([timed(job, results) for job in jobs if job.method in SAME_TIME], options, folder)
+    """The results of the jobs; `results` grows meanwhile, and has the seconds that methods of esper may take."""
+    folder, by_time = data_folder(options.data_dir), [options.same_time and j.method.startswith(GROWN) for j in jobs]
+    yield from computed([job for job, later in zip(jobs, by_time, strict=True) if not later], options, folder)
+    yield from computed(
+        [timed(job, results) for job, later in zip(jobs, by_time, strict=True) if later], options, folder
+    )
+
+
+def timed(job: Job, results: Sequence[Result]) -> Job:
+    """The job with the seconds that "plain, long" took; ConfigError if they are not known."""
+    seconds = [result.wall for result in results if result.key == replace(job, method=LONG).key]
+    if not seconds:
+        raise ConfigError(f"{job.method!r} in the same time needs the method {LONG!r}; add it.")
+    return replace(job, seconds=seconds[0])
 
 
 def main(options: Options) -> int:
     """Compute what is missing, and write the tables; returns the exit code."""
+    markers = MARKERS_OF_TIME if options.same_time else MARKERS
     try:
         if options.page is not None:
-            between_markers(options.page.read_text(encoding="utf-8"), "", MARKERS)
+            between_markers(options.page.read_text(encoding="utf-8"), "", markers)
         options.out.mkdir(parents=True, exist_ok=True)
         jobs, file = jobs_of(options), options.out / FILE
         wanted = {job.key for job in jobs}
@@ -191,14 +207,14 @@ def main(options: Options) -> int:
                 lines.flush()
                 print(
                     f"practice: {len(results)}/{len(jobs)} {result.host}, {result.method}, seed {result.seed}: "
-                    f"test {result.test:.2f}, {result.params:,} parameters, {result.seconds:,.0f} s, {result.chosen}",
+                    f"test {result.test:.2f}, {result.params:,} parameters, {result.wall:,.0f} s, {result.chosen}",
                     flush=True,
                 )
         order = {job.key: place for place, job in enumerate(jobs)}
-        text = page(sorted(results, key=lambda result: order[result.key]), options.reference, SAME_TIME[0])
+        text = page(sorted(results, key=lambda result: order[result.key]), options.reference)
         print(text)
         if options.page is not None:
-            options.page.write_text(between_markers(options.page.read_text("utf-8"), text, MARKERS), encoding="utf-8")
+            options.page.write_text(between_markers(options.page.read_text("utf-8"), text, markers), encoding="utf-8")
     except (EsperError, OSError) as error:
         print(f"practice: {error}", file=sys.stderr)
         return 2

@@ -30,10 +30,9 @@ def task_of(host: Host, data: Data, epochs: float) -> esper.Task:
     )
 
 
-def grow(host: Host, data: Data, epochs: float, method: str, budget: float, limit: int, seed: int) -> Found:
-    """The network that a method of `esper.grow` keeps, with at most `limit` parameters and `budget` FLOPs."""
-    allowed = esper.Budget(flops=budget, params=limit)
-    grown = esper.grow(task_of(host, data, epochs), method, budget=allowed, seed=seed, progress=False)
+def grow(host: Host, data: Data, epochs: float, method: str, budget: esper.Budget, seed: int) -> Found:
+    """The network that a method of `esper.grow` keeps."""
+    grown = esper.grow(task_of(host, data, epochs), method, budget=budget, seed=seed, progress=False)
     board = grown.leaderboard
     assert board is not None
     return Found(

@@ -8,6 +8,7 @@ Only the last state of a run is measured, on the validation split; the best of s
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from practice_hosts import WIDER, Data, Host
 
 TRAINING = 3
 """Forward passes that a forward and a backward pass count as."""
+_TRIED = 30
+"""Batches of a trial of the threads."""
 MEASURED = 1_000
 """Examples of a batch without gradients."""
 
@@ -97,6 +100,17 @@ def run(host: Host, data: Data, plan: Plan, seed: int) -> Found:
         flops=plan.cost,
         chosen=f"lr {plan.rates[best]:g}",
     )
+
+
+def fastest_threads(host: Host, data: Data, plan: Plan, most: int) -> int:
+    """The number of threads, one or `most`, by which some batches of the plan are trained sooner."""
+    seconds = {}
+    for threads in (1, most, 1, most):
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        trained(host, data, plan.width, plan.rates[0], min(plan.steps, _TRIED), seed=0)
+        seconds[threads] = time.perf_counter() - began  # the second time counts
+    return min(seconds, key=seconds.__getitem__)
 
 
 def trained(host: Host, data: Data, width: float, lr: float, steps: int, seed: int) -> nn.Module:

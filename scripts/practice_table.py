@@ -18,7 +18,7 @@ GROWN = "esper, "
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One method on one host with one seed; accuracies in percent, cost in FLOPs and seconds of a processor."""
+    """One method on one host with one seed; accuracies in percent, cost in FLOPs, seconds of a core and of a clock."""
 
     host: str
     data: str
@@ -38,6 +38,7 @@ class Result:
     seconds: float
     chosen: str
     commit: str
+    wall: float = math.nan
 
     @property
     def setting(self) -> tuple[int, float, str, int]:
@@ -57,12 +58,11 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(half)
 
 
-def page(results: Sequence[Result], reference: str, *others: str) -> str:
-    """All tables: what `reference` and the other methods named gain, and each host with all methods."""
+def page(results: Sequence[Result], reference: str) -> str:
+    """All tables: what `reference` gains, and each host with all methods."""
     ordered = sorted(results, key=lambda r: r.setting)
     settings = [by_method(list(some)) for _, some in groupby(ordered, key=lambda r: r.setting)]
-    summaries = [summary(settings, name) for name in dict.fromkeys((reference, *others))]
-    parts = [*summaries, *(host_table(methods, reference) for methods in settings)]
+    parts = [summary(settings, reference), *(host_table(methods, reference) for methods in settings)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -102,18 +102,30 @@ def host_table(methods: Methods, reference: str) -> str:
     """All methods on one host."""
     first = next(iter(next(iter(methods.values())).values()))
     lines: list[tuple[str, ...]] = [
-        ("method", "test", f"{reference} minus it", "validation", "parameters", "GFLOPs", "CPU seconds")
+        ("method", "test", f"{reference} minus it", "validation", "parameters", "GFLOPs", "CPU seconds", "seconds")
     ]
     for name, seeds in methods.items():
         found = list(seeds.values())
         against = ""
         if name != reference and reference in methods:
             against = with_interval(*interval(differences(methods[reference], seeds)), sign="+")
-        params, val, flops, seconds = (
-            float(np.mean([getattr(r, field) for r in found])) for field in ("params", "val", "flops", "seconds")
+        params, val, flops, seconds, wall = (
+            float(np.mean([getattr(r, field) for r in found]))
+            for field in ("params", "val", "flops", "seconds", "wall")
         )
         tested = with_interval(*interval(tests(seeds)))
-        lines.append((name, tested, against, f"{val:.2f}", f"{params:,.0f}", f"{flops / 1e9:,.0f}", f"{seconds:,.0f}"))
+        lines.append(
+            (
+                name,
+                tested,
+                against,
+                f"{val:.2f}",
+                f"{params:,.0f}",
+                f"{flops / 1e9:,.0f}",
+                f"{seconds:,.0f}",
+                "-" if math.isnan(wall) else f"{wall:,.0f}",
+            )
+        )
     seeds = sorted({seed for found in methods.values() for seed in found})
     words = f"{first.examples:,} examples of {first.data}; budget {first.budget / 1e9:,.0f} GFLOPs, which are 3 x "
     words += f"{first.epochs:g} epochs of the network; at most {first.limit:,} parameters; seeds {seeds}".replace(

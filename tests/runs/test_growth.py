@@ -31,6 +31,7 @@ from esper.runs.growth import (
     halving_stages,
     longest,
     racing_stages,
+    side_by_side,
     stage_ends,
 )
 from esper.runs.state_file import read_state, write_state
@@ -59,6 +60,8 @@ TASK = esper.Task(
 )
 STEP = 3 * 64 + 40
 """Forward passes of examples that a step of training and measuring counts as."""
+STEP_MEASURED = 3 * 64 + 4
+"""The same with the few examples that a step measures."""
 
 
 @pytest.fixture
@@ -195,6 +198,41 @@ def test_minutes_end_a_growth_before_the_step_that_would_be_too_late(grow):
     assert growth.is_over
     growth.seconds = 300.0 - 2.0 * growth.training_seconds
     assert not growth.is_over
+
+
+def test_candidates_at_the_same_time_cost_minutes_once_and_flops_each(grow):
+    growth = grow("plain", steps=4, flops=1e12)
+    alone = [Candidate()] * 4
+    step = STEP_MEASURED * growth.entries[0].flops
+    stages = (Stage(0.1, 4), Stage(0.5, 3), Stage(1.0, 1))
+    assert growth._costs(alone, stages) == [4 * step, 3 * step, step]
+    assert growth._costs(alone, stages, 2.0) == [2 * step, 1.5 * step, step]
+    assert growth._costs(alone, stages, 8.0) == [step, step, step]
+    dear = Candidate(Architecture((PlacedSeed("one", "mlp", "ADD"),)))
+    assert growth._costs([*alone, dear], stages[:1], 8.0) == [growth._of_step(dear)]  # the slowest one decides
+    growth._at_once, growth.stages = 2.0, (Stage(1.0, 4),)
+    growth.begin(alone)
+    growth.step()
+    assert (growth.spent, growth.lasted) == (4 * step, 2 * step)
+
+
+def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow):
+    stages = (Stage(0.1, 9), Stage(0.2, 1, 3), Stage(0.3, 2), Stage(1.0, 1))
+    assert side_by_side(stages, 1) == stages
+    assert [stage.kept for stage in side_by_side(stages, 3)] == [9, 1, 3, 3]
+    assert [stage.kept for stage in side_by_side(stages, 9)] == [9, 1, 4, 4]
+    growth = grow("halving", minutes=5.0)
+    assert growth._at_once == 1.0  # one host after the other here
+    assert growth.stages[-1].kept == 1
+
+
+def test_the_time_of_candidates_is_tried_before_they_are_planned(grow, monkeypatch):
+    paces = iter((8.0, 2.0, 3.0))
+    monkeypatch.setattr(Growth, "_pace", lambda self, some, **given: next(paces))
+    growth = grow("plain", steps=1)
+    growth._try_time(1e-3, 5.0, copies=8)
+    assert growth._at_once == 4.0  # a FLOP of eight copies takes a quarter of the time
+    assert growth._trial_seconds == 12.0  # that of candidates with seeds, times four
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------

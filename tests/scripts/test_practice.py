@@ -10,7 +10,6 @@ from torch import nn
 
 import esper
 import practice as script
-from esper.leyline.errors import ConfigError
 from practice import Options, jobs_of, main, stored
 from practice_grown import task_of
 from practice_hosts import CONTEXT, GPT, HOSTS, VOCABULARY, WIDER, Data
@@ -21,7 +20,7 @@ BEGIN, END = script.MARKERS
 HOST = {host.name: host for host in HOSTS}
 RESULT = Result(
     host="tabular", data="a table", examples=100, epochs=2.0, method="plain", seed=1, test=90.0, val=91.0,
-    params=1_000, limit=1_500, flops=2e9, budget=2e9, seconds=10.0, chosen="lr 0.01", commit="abc",
+    params=1_000, limit=1_500, flops=2e9, budget=2e9, seconds=10.0, chosen="lr 0.01", commit="abc", wall=7.0,
 )  # fmt: skip
 
 
@@ -119,22 +118,6 @@ def test_differences_are_paired_by_seed():
     assert "esper, auto is better than the best usual way on 0 of 1 hosts, worse on 0;" in text
 
 
-def test_a_second_method_has_a_summary_of_its_own():
-    found = results("plain", [89.0, 90.0]) + results("esper, auto", [90.0, 91.0]) + results("other", [1.0, 2.0])
-    text = page(found + results(script.SAME_TIME[0], [91.0, 92.0]), "esper, auto", script.SAME_TIME[0])
-    assert "esper, auto is better than the best usual way on 1 of 1 hosts" in text
-    assert "esper, auto, same time is better than the best usual way on 1 of 1 hosts" in text
-    assert text.count("### An MLP on a table") == 1
-
-
-def test_the_time_of_one_long_run_is_a_budget_by_the_seconds_of_auto():
-    job = script.Job(host="tabular", examples=100, epochs=2.0, method=script.SAME_TIME[0], seed=1)
-    known = [replace(RESULT, method="plain, long", seconds=30.0), replace(RESULT, method="esper, auto", seconds=12.0)]
-    assert script.timed(job, known).times == 2.5
-    with pytest.raises(ConfigError, match="needs the seconds of 'esper, auto'; add that method"):
-        script.timed(job, [known[0], replace(known[1], seed=2)])
-
-
 def test_a_host_is_won_against_the_usual_way_with_the_best_test_accuracy():
     ours = results("esper, auto", [90.0, 91.0, 92.0])
     others = results("plain", [80.0, 81.0, 82.0]) + results("wider", [88.9, 90.0, 91.1])
@@ -147,8 +130,8 @@ def test_a_host_is_won_against_the_usual_way_with_the_best_test_accuracy():
 def test_a_table_shows_cost_and_what_the_reference_is_better_by():
     text = page(results("plain", [90.0, 92.0]) + results("esper, auto", [91.0, 93.0], params=1_400), "esper, auto")
     assert "100 examples of a table; budget 2 GFLOPs, which are 3 x 2 epochs of the network; at most 1,500" in text
-    assert "| plain | 91.00 ± 12.71 | +1.00 ± 0.00 | 91.00 | 1,000 | 2 | 10 |" in text
-    assert "| esper, auto | 92.00 ± 12.71 |  | 91.00 | 1,400 | 2 | 10 |" in text
+    assert "| plain | 91.00 ± 12.71 | +1.00 ± 0.00 | 91.00 | 1,000 | 2 | 10 | 7 |" in text
+    assert "| esper, auto | 92.00 ± 12.71 |  | 91.00 | 1,400 | 2 | 10 | 7 |" in text
 
 
 def test_results_of_another_budget_have_a_table_of_their_own():
@@ -212,3 +195,16 @@ def test_a_small_table_is_written_and_not_computed_twice(tmp_path, capsys):
     assert main(options) == 0
     assert f"{len(options.methods)} of {len(options.methods)} results" in capsys.readouterr().out
     assert (tmp_path / "out" / "results.jsonl").read_text() == first
+
+
+def test_in_the_same_time_methods_of_esper_have_the_seconds_of_one_long_run(tmp_path, capsys):
+    options = Options(
+        hosts=("tabular",), seeds=(1,), examples=4_800, epochs=4.0, out=tmp_path, same_time=True,
+        methods=("esper, plain", "plain, long"),
+    )  # fmt: skip
+    assert main(replace(options, methods=("esper, plain",))) == 2
+    assert "in the same time needs the method 'plain, long'; add it." in capsys.readouterr().err
+    assert main(options) == 0
+    long, grown = stored(tmp_path / "results.jsonl")
+    assert (long.method, grown.method) == ("plain, long", "esper, plain")
+    assert grown.flops != long.flops

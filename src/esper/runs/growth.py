@@ -16,7 +16,8 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
-once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine.
+once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine. There candidates that
+run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
@@ -27,6 +28,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args
@@ -50,6 +52,7 @@ from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.runs.state_file import read_checked, write_state
 from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import largest_batch, training_bounds
@@ -81,6 +84,12 @@ _MEASURED = 0.02
 """Share of the compute of a step that goes into measuring; behind a stage all validation examples are measured."""
 _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
+_TRIED, _MOST_TRIED = 0.01, 2.0
+"""Share of the minutes, and most seconds, of each trial of the time that candidates take."""
+_MANY = 1_000
+"""Candidates that are more than run at once anywhere."""
+_COPIES = 8
+"""Copies of the network by which it is tried how many run at once, where all run in the same operations."""
 _AFFORDABLE = 0.5
 """Share of the budget that one candidate may cost that is trained to the end."""
 _CHEAP = 1.2
@@ -283,14 +292,30 @@ def racing_stages(new: int) -> tuple[Stage, ...]:
     return (Stage(0.06, len(RATES)), *race, Stage(1.0, 1))
 
 
+def side_by_side(stages: Sequence[Stage], many: int) -> tuple[Stage, ...]:
+    """The stages with at least `many` candidates in each that only chooses, as far as there are so many before."""
+    found = list(stages[:1])
+    for stage in stages[1:]:
+        before = found[-1].kept + found[-1].new
+        found.append(stage if stage.new else replace(stage, kept=min(max(stage.kept, many), before)))
+    return tuple(found)
+
+
+def _lasting(costs: Sequence[float], at_once: float) -> float:
+    """FLOPs of candidates, where `at_once` of them last as long as one."""
+    return max(*costs, sum(costs) / at_once) if len(costs) > 1 else sum(costs)
+
+
 @final
 class Prices:
     """What architectures of a task cost in parameters and FLOPs."""
 
-    def __init__(self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine) -> None:
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine, task: TaskSpec | None = None
+    ) -> None:
         self._spec, costs = engine.spec, engine.executor.costs
         self._seed_params, self._seed_flops, host = host_read(costs.seed_params, costs.seed_flops, costs.host_flops)
-        bounds = training_bounds(config.task_spec(), dataset)
+        bounds = training_bounds(task or config.task_spec(), dataset)
         trained, self._whole, self.batches = (1 + BACKWARD) * bounds[-1][1], len(dataset.val), len(bounds)
         self.measured_share = min(1.0, _MEASURED * trained / self._whole)
         self._examples = trained + math.ceil(self._whole * self.measured_share)
@@ -366,6 +391,7 @@ class _Saved:
     t: AtLeast0
     steps: AtLeast1
     spent: NotNegative
+    lasted: NotNegative
     seconds: NotNegative
     training_seconds: NotNegative
     stage: AtLeast0
@@ -405,6 +431,7 @@ class Growth:
         entries: every candidate so far. rows: those in training, in the order of the engine.
         best: entry and step of the network that is kept if growth ends now.
         t: steps so far. steps: those that are planned. spent: FLOPs so far.
+        lasted: the same, but once for those that were spent at the same time.
         seconds: so far, with those before a stop; training_seconds: without those between stages.
         stages: of the plan. stage: the present one, which began after step `begun` and ends with step `end`.
         failed: climbs without a better candidate, the last ones. measured: step after which all validation examples
@@ -429,8 +456,8 @@ class Growth:
         optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
-        self.budget, self.seed, self.t, self.spent, self.seconds = budget, seed, 0, 0.0, 0.0
-        self.training_seconds = 0.0
+        self.budget, self.seed, self.t, self.spent, self.lasted = budget, seed, 0, 0.0, 0.0
+        self.seconds = self.training_seconds = 0.0
         self.begun, self.end, self.stage, self.failed, self.measured = 0, config.episode_length, 0, 0, 0
         self.entries: list[Entry] = []
         self.rows: list[int] = []
@@ -446,17 +473,50 @@ class Growth:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
         task = self._config.task_spec()
-        trial, free = predict(self._engine.config, task, dataset, device), available_bytes(device)
+        many = replace(self._engine.config, num_envs=_MANY)
+        trial, free = predict(many, task, dataset, device), available_bytes(device)
         trial.require(1, free, "candidates")
         self._most = trial.most_hosts(free)
         batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
-        self._trial_seconds = trial.batch_seconds / batch
+        self._trial_seconds, self._at_once = trial.batch_seconds / batch, 1.0
         self._fixed, self._asked, self._keep = steps, method, keep
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
+        if budget.minutes is not None:
+            self._try_time(trial.batch_seconds, budget.minutes, _COPIES if trial.together else trial.threads)
+            self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
         begin, self.stages = self._plan("halving" if method == "auto" and self._is_rich else method)
         self.begin(begin)
+
+    def _try_time(self, batch_seconds: float, minutes: float, copies: int) -> None:
+        """Measure how many candidates run in the time of one, and then the seconds of a FLOP of one.
+
+        Seeds take more time than their FLOPs say (a norm costs none), and cores that share a memory are no two cores.
+        """
+        alone, grown = [Candidate()], [Candidate(), *map(Candidate, self._pool)]
+        pace = partial(self._pace, seconds=min(_TRIED * 60.0 * minutes, _MOST_TRIED), batch_seconds=batch_seconds)
+        if copies > 1:
+            self._at_once = max(1.0, pace(alone) / pace(alone * copies))
+        self._trial_seconds = pace(grown) * self._at_once
+
+    def _pace(self, some: Sequence[Candidate], seconds: float, batch_seconds: float) -> float:
+        """Seconds of a FLOP in the second of two short steps of these candidates, or of some, which last `seconds`."""
+        batches = max(1, int(0.5 * seconds / batch_seconds))
+        some = some[: min(self._most, batches)]
+        task = self._config.task_spec()
+        task = replace(task, batches_per_step=min(self._prices.batches, batches // len(some)))
+        engine = self._built(some, task)
+        client = baseline_of("wait_only", self._config, engine.spec)
+        engine.reset(client, episode=0)
+        engine.add_fossils([candidate.architecture for candidate in some])
+        for _ in range(min(2, self.end)):
+            began = time.monotonic()
+            engine.step(client)
+            engine.apply_structure()
+            seconds = time.monotonic() - began
+        prices = Prices(self._config, self._dataset, engine, task)
+        return seconds / sum(prices.of_step(prices.flops(one.architecture)) for one in some)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -493,13 +553,12 @@ class Growth:
             every = [*plain, *grown]
             plans = [(every[:count], halving_stages(count)) for count in range(len(every), 0, -1)]
         for candidates, stages in plans:
-            costs, until = self._costs(candidates, stages), [stage.until for stage in stages]
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
-            steps = longest(costs, until, left - self._measuring(costs))
-            if steps >= target and (self._fixed or steps) * until[0] >= first:
+            steps = self._longest(candidates, stages)
+            if steps >= target and (self._fixed or steps) * stages[0].until >= first:
                 break
-        return candidates, stages
+        return candidates, stages if self.budget.flops else side_by_side(stages, int(self._at_once))
 
     def _architectures(self, most: float) -> list[Architecture]:
         """Each blueprint in every slot and in each single one (the latter alone for hill climbing).
@@ -529,20 +588,30 @@ class Growth:
             )
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
 
-    def _left(self) -> float:
-        """FLOPs that may still be spent."""
-        flops, minutes = self.budget.flops, self.budget.minutes
-        in_time = math.inf if minutes is None else (60.0 * minutes * _IN_TIME - self.seconds) / self._per_flop
-        return min(in_time, math.inf if flops is None else flops - self.spent)
+    @property
+    def _limits(self) -> list[tuple[float, float]]:
+        """Of each limit: how many candidates at the same time it counts as one, and the FLOPs that are left."""
+        found = [] if self.budget.flops is None else [(1.0, self.budget.flops - self.spent)]
+        if self.budget.minutes is not None:
+            found.append((self._at_once, (60.0 * self.budget.minutes * _IN_TIME - self.seconds) / self._per_flop))
+        return found
 
-    def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> list[float]:
-        """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left."""
+    def _left(self) -> float:
+        """FLOPs that may still be spent on one candidate."""
+        return min(left for _, left in self._limits)
+
+    def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage], at_once: float = 1.0) -> list[float]:
+        """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left.
+
+        Of `at_once` candidates, which are trained at the same time, those of one count.
+        """
         now, alone = [self._of_step(one) for one in candidates], self._of_step(Candidate())
-        costs, mean = [sum(now)], float(np.mean(now))
+        costs, mean = [_lasting(now, at_once)], float(np.mean(now))
         for stage in stages[1:]:
             new = [mean + self._of_step(Candidate(one)) - alone for one in self._pool[: stage.new]]
-            costs.append(stage.kept * mean + stage.new * float(np.mean(new or 0)))
-            mean = costs[-1] / (stage.kept + stage.new)
+            each = [mean] * stage.kept + [float(np.mean(new or 0))] * stage.new
+            costs.append(_lasting(each, at_once))
+            mean = float(np.mean(each))
         if self._keep == "best":
             costs[-1] += self._measuring(costs[-1:])
         return costs
@@ -551,31 +620,40 @@ class Growth:
         """FLOPs of measuring all validation examples at the end of each stage."""
         return sum(costs) * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
 
-    def _costs_left(self) -> list[float]:
-        return self._costs([self.entries[row].candidate for row in self.rows], self.stages[self.stage :])
+    def _costs_left(self, at_once: float = 1.0) -> list[float]:
+        return self._costs([self.entries[row].candidate for row in self.rows], self.stages[self.stage :], at_once)
 
     @property
     def _until(self) -> list[float]:
         """The shares of all steps with which the stages that are left end."""
         return [stage.until for stage in self.stages[self.stage :]]
 
+    def _longest(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> int:
+        """The most steps in all that every limit allows."""
+        until, found = [stage.until for stage in stages], []
+        for at_once, left in self._limits:
+            costs = self._costs(candidates, stages, at_once)
+            found.append(longest(costs, until, left - self._measuring(costs), self.t))
+        return min(found)
+
     def _of_step(self, candidate: Candidate) -> float:
         return self._prices.of_step(self._prices.flops(candidate.architecture))
 
     def _replan(self) -> None:
         """As many steps as the budget allows; raises ConfigError if it does not hold one of each stage."""
-        costs, until = self._costs_left(), self._until
-        left = self._left() - self._measuring(costs)
-        self.steps = self._fixed or longest(costs, until, left, self.t)
-        least = stages_cost(costs, until, self.steps, self.t)
-        if self.t == 0 and least > left:
-            raise ConfigError(
-                f"the budget holds {short(self._left())} FLOPs, but a step of the network alone costs "
-                f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
-                f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make steps "
-                f"shorter with batches_per_step."
-            )
-        self.end = stage_ends(until, self.steps, self.t)[0]
+        candidates = [self.entries[row].candidate for row in self.rows]
+        self.steps = self._fixed or self._longest(candidates, self.stages[self.stage :])
+        for at_once, left in self._limits if self.t == 0 else ():
+            costs = self._costs_left(at_once)
+            least = stages_cost(costs, self._until, self.steps, self.t)
+            if least > left - self._measuring(costs):
+                raise ConfigError(
+                    f"the budget holds {short(left)} FLOPs, but a step of the network alone costs "
+                    f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
+                    f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make "
+                    "steps shorter with batches_per_step."
+                )
+        self.end = stage_ends(self._until, self.steps, self.t)[0]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -589,7 +667,7 @@ class Growth:
         self._engine.reset(self._client, episode=0)
         self._engine.add_fossils([candidate.architecture for candidate in candidates])
 
-    def _built(self, candidates: Sequence[Candidate]) -> VectorizedEngine:
+    def _built(self, candidates: Sequence[Candidate], task: TaskSpec | None = None) -> VectorizedEngine:
         optimizer = self._config.optimizer  # trained weights need no warm-up
         optimizer = replace(optimizer, warmup=0 if self.begun else min(optimizer.warmup, self.end - 1))
         config = replace(self._config, episode_length=self.end, optimizer=optimizer)
@@ -597,7 +675,7 @@ class Growth:
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)
         rates = [candidate.rate for candidate in candidates]
         return engine_of(
-            config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, lr_factors=rates
+            config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, task=task, lr_factors=rates
         )
 
     def _entry(self, candidate: Candidate, parent: int | None = None) -> Entry:
@@ -616,16 +694,16 @@ class Growth:
     @property
     def is_over(self) -> bool:
         """Whether the last step is done, or the budget does not hold another one."""
-        cost, minutes = self._costs_left()[0], self.budget.minutes
-        cost += self._measuring([cost])
-        in_time = minutes is None or self.seconds + cost * self._per_flop <= 60.0 * minutes
-        paid = self.budget.flops is None or self.spent + cost <= self.budget.flops
+        costs = [cost + self._measuring([cost]) for cost in (self._costs_left()[0], self._costs_left(self._at_once)[0])]
+        flops, minutes = self.budget.flops, self.budget.minutes
+        paid = flops is None or self.spent + costs[0] <= flops
+        in_time = minutes is None or self.seconds + costs[1] * self._per_flop <= 60.0 * minutes
         return self.t == self.steps or not (in_time and paid)
 
     @property
     def _per_flop(self) -> float:
-        """Seconds of a FLOP in the steps so far, or by the trial before them."""
-        return self.training_seconds / self.spent if self.spent else self._trial_seconds
+        """Seconds of a FLOP of one candidate in the steps so far, or by the trial before them."""
+        return self.training_seconds / self.lasted if self.lasted else self._trial_seconds
 
     def step(self) -> None:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
@@ -633,10 +711,7 @@ class Growth:
         self._engine.step(self._client)
         self._engine.apply_structure()  # the report comes now
         self.t += 1
-        for row in self.rows:
-            cost = self._of_step(self.entries[row].candidate)
-            self.entries[row].spent += cost
-            self.spent += cost
+        self._pay([self._of_step(self.entries[row].candidate) for row in self.rows])
         is_last = self.stage == len(self.stages) - 1
         if self.t == self.end or (is_last and self._keep == "best"):
             self._measure()
@@ -645,6 +720,13 @@ class Growth:
             self._next_stage()
         self.seconds += time.monotonic() - began
 
+    def _pay(self, costs: Sequence[float]) -> None:
+        """Count what the rows have cost."""
+        for row, cost in zip(self.rows, costs, strict=True):
+            self.entries[row].spent += cost
+        self.spent += sum(costs)
+        self.lasted += _lasting(costs, self._at_once)
+
     def _measure(self) -> None:
         """Measure the rows on all validation examples, and remember the best of them if it is the best so far."""
         kept = self._engine.kept_network()
@@ -652,8 +734,7 @@ class Growth:
         for row, val, loss in figures:
             entry = self.entries[row]
             entry.val[-1], entry.loss[-1] = float(val), float(loss)
-            cost = self._prices.of_measuring(entry.flops)
-            entry.spent, self.spent = entry.spent + cost, self.spent + cost
+        self._pay([self._prices.of_measuring(self.entries[row].flops) for row in self.rows])
         self.measured = self.t
         best = max(self.rows, key=lambda row: self.entries[row].score)
         found = self.entries[best].score
@@ -783,9 +864,10 @@ class Growth:
     def plan(self) -> str:
         """What will happen, in a line."""
         sizes = " -> ".join(str(stage.kept + stage.new) for stage in self.stages)
-        return (
-            f"plan: {counted(self.steps, 'step')}, candidates {sizes}, at most {short(self.spent + self._left())} FLOPs"
-        )
+        flops, costs = self.budget.flops, self._costs_left()
+        planned = self.spent + stages_cost(costs, self._until, self.steps, self.t) + self._measuring(costs)
+        most = f"at most {short(flops)} FLOPs" if flops else f"about {short(planned)} FLOPs"
+        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}"
 
     @property
     def place(self) -> str:

@@ -43,6 +43,8 @@ LONG = "plain, long"
 GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
 METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING))
 FILE = "results.jsonl"
+START = 5.0
+"""Seconds of a growth beside its minutes: for the start and the test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +183,11 @@ def in_order(jobs: Sequence[Job], results: Sequence[Result], options: Options) -
 
 
 def timed(job: Job, results: Sequence[Result]) -> Job:
-    """The job with the seconds that "plain, long" took; ConfigError if they are not known."""
+    """The job with the seconds that "plain, long" took, less those of the start; ConfigError if they are not known."""
     seconds = [result.wall for result in results if result.key == replace(job, method=LONG).key]
     if not seconds:
         raise ConfigError(f"{job.method!r} in the same time needs the method {LONG!r}; add it.")
-    return replace(job, seconds=seconds[0])
+    return replace(job, seconds=max(seconds[0] - START, 0.5 * seconds[0]))
 
 
 def main(options: Options) -> int:

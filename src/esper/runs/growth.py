@@ -11,8 +11,7 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
     auto            the network alone, three learning rates   a race: the best one beside copies that have grown, then
-                                                              the best two, then the best one for most of the compute;
-                                                              as halving from six trainings of the network alone on
+                                                              the best two, then the best one for the rest
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
@@ -73,11 +72,10 @@ _FEW = 3
 _KEPT_SHARE = 0.6
 """Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
 _MANY_RUNS = 6.0
-"""Trainings of the network alone from which on "auto" takes halving: then many architectures are trained for long
-enough to be judged (docs/experiments.md)."""
-_RACED = 0.65
+"""Trainings of the network alone from which on the price of a candidate does not matter any more."""
+_RACED, _MOST_RACED = 0.65, 3.0
 """Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
-network that is kept: 1 of 1, 2 of 3, 3 of 5."""
+network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
 _LEAST_BATCHES = 20
 """Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
 _MEASURED = 0.02
@@ -486,7 +484,7 @@ class Growth:
             self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
-        begin, self.stages = self._plan("halving" if method == "auto" and self._is_rich else method)
+        begin, self.stages = self._plan(method)
         self.begin(begin)
 
     def _try_time(self, batch_seconds: float, minutes: float, copies: int) -> None:
@@ -529,7 +527,7 @@ class Growth:
         left, usual = self._left(), self._config.episode_length
         target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
         if method == "auto" and not self._fixed:
-            target = usual * (left / (usual * self._of_step(Candidate()))) ** _RACED
+            target = usual * min((left / (usual * self._of_step(Candidate()))) ** _RACED, _MOST_RACED)
         if method == "portfolio":
             target = min(target, usual)
         if method == "hill_climbing":

@@ -118,17 +118,6 @@ def test_the_batched_scan_equals_a_scalar_loop_bit_for_bit(rollout, gamma, lam):
     assert found == [scalar_gae(*host, gamma, lam) for host in zip(r, v, b, terminal, truncated, valid, strict=True)]
 
 
-@settings(max_examples=75, deadline=None)
-@given(rollouts(), st.data())
-def test_each_host_may_have_its_own_discount(rollout, data):
-    r, v, b, terminal, truncated, valid = rollout
-    own = st.lists(st.floats(0, 1), min_size=len(r), max_size=len(r))
-    gammas, lambdas = data.draw(own), data.draw(own)
-    found = compute_gae(*tensors_of(rollout), *(torch.tensor(x, dtype=torch.float64) for x in (gammas, lambdas)))
-    hosts = zip(r, v, b, terminal, truncated, valid, gammas, lambdas, strict=True)
-    assert found.tolist() == [scalar_gae(*host) for host in hosts]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_rollout_stays_as_it_is(dtype):
     rollout = random_rollout(5, 9, dtype)

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError
 from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import below, copy_into, tensor_dataclass, with_prefix
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES
@@ -71,13 +70,10 @@ class RunningMeanVar:
         mean <- m * mean + (1 - m) * b
         var  <- m * var + (1 - m) * s2 + m * (1 - m) * (b - mean)**2
 
-    A rollout without valid rows, or with a non-finite one, changes nothing. Raises ConfigError for a momentum outside
-    [0, 1).
+    A rollout without valid rows, or with a non-finite one, changes nothing.
     """
 
     def __init__(self, momentum: float, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ConfigError(f"momentum is {momentum}; a running mean needs a value in [0, 1).")
         self.momentum = momentum
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
         self.var = torch.ones(shape, dtype=torch.float64, device=device)
@@ -179,8 +175,8 @@ def compute_gae(
     terminal: Bool[Tensor, "N T"],
     truncated: Bool[Tensor, "N T"],
     valid: Bool[Tensor, "N T"],
-    gamma: float | Float[Tensor, " N"],
-    gae_lambda: float | Float[Tensor, " N"],
+    gamma: float,
+    gae_lambda: float,
 ) -> Float[Tensor, "N T"]:
     """Advantages `[N, T]` (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
 
@@ -189,11 +185,11 @@ def compute_gae(
         A_t     = delta_t + gamma * lambda * T_{t+1}     the second term only where the step is neither
 
     w and T are v and A at valid steps; at invalid ones w_t = gamma * w_{t+1} and T_t = gamma * T_{t+1}. The advantage
-    of an invalid step is 0 and its flags are ignored. `gamma` and `gae_lambda` are one number for all hosts or one for
-    each. The result has no gradient and rounds in the order of the formula: in float64 it equals a scalar loop bit for
-    bit. It works in place, because allocation costs more than arithmetic.
+    of an invalid step is 0 and its flags are ignored. The result has no gradient and rounds in the order of the
+    formula: in float64 it equals a scalar loop bit for bit. It works in place, because allocation costs more than
+    arithmetic.
     """
-    discount, trace = _per_row(values, gamma), _per_row(values, gamma * gae_lambda)
+    discount, trace = values.new_full((), gamma), values.new_full((), gamma * gae_lambda)
     invalid_NT = ~valid
     next_NT = _scan_(values.masked_fill(invalid_NT, 0.0), invalid_NT * discount, backward=True)
     delta_NT = torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -249,11 +245,6 @@ def normalize_advantages(
         std=std,
         floored=std < std_floor,
     )
-
-
-def _per_row(rows_NT: Tensor, number: float | Tensor) -> Tensor:
-    """A number for all hosts, or [N], as a tensor that broadcasts against rows."""
-    return number[:, None] if isinstance(number, Tensor) else rows_NT.new_full((), number)
 
 
 def _scan_(inputs_NT: Tensor, decay_NT: Tensor, *, backward: bool) -> Tensor:

@@ -7,7 +7,7 @@ from reward_toys import random_hosts, reward_inputs
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.runs.assembly.clients import compiled_reward
 from esper.simic.compilation import explained, graphs_compiled, is_compiled
-from esper.simic.rewards import RewardConfig, initial_state, make_reward, reward_step
+from esper.simic.rewards import RewardConfig, make_reward, reward_step
 from esper.simic.rewards.reward import _blank_inputs
 
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
     blank, real = _blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
     forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
     assert forms[0] == forms[1]
-    output, _ = reward_step(blank, initial_state(3, 2, 1, CPU, config), config)
+    start = make_reward("shaped").initial_state(3, 2, 1, CPU)
+    output, _ = reward_step(blank, start, config)
     assert not output.breakdown.any()
 
 
@@ -56,7 +57,7 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again(mode):
             RewardConfig(mode=mode, contribution_weight=0.5, min_prune_bonus_age=0),
         ):
             reward.config = numbers
-            mine = its = initial_state(hosts, slots, steps, CPU, numbers)
+            mine = its = reward.initial_state(hosts, slots, steps, CPU)
             for epoch in range(1, length + 1):
                 inputs = reward_inputs(random_hosts(hosts, slots, epoch, length, key=epoch), dtype=torch.float32)
                 got, mine = reward.step(inputs, mine)
@@ -68,5 +69,5 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again(mode):
     assert graphs_compiled() == warm
 
     more = reward_inputs(random_hosts(hosts + 1, slots, 1, 5, key=1), dtype=torch.float32)
-    reward.step(more, initial_state(hosts + 1, slots, steps, CPU, RewardConfig(mode=mode)))
+    reward.step(more, reward.initial_state(hosts + 1, slots, steps, CPU))
     assert graphs_compiled() == warm + 1, "another number of hosts is another graph, and it is counted"

@@ -12,9 +12,7 @@ from esper.simic.rewards import (
     MODES,
     REWARD_TERMS,
     RewardConfig,
-    initial_state,
     make_reward,
-    reset_hosts,
     reward_step,
 )
 from reference.rewards.step import HostStep, SlotRow, step_of_host
@@ -33,7 +31,7 @@ def host(*slots, epoch=20, op=Op.WAIT, target=0, **more):
 def one_step(given, mode="shaped", state=None, **numbers):
     """Terms that are not zero, and the next state, of one host in one step."""
     config = RewardConfig(mode=mode, **numbers)
-    state = state or initial_state(1, len(given.slots), given.max_epochs, CPU, config)
+    state = state or make_reward(mode).initial_state(1, len(given.slots), given.max_epochs, CPU)
     out, state = reward_step(reward_inputs([given]), state, config)
     terms = {name: v for name, v in zip(REWARD_TERMS, out.breakdown[0].tolist(), strict=True) if v}
     assert out.total.item() == pytest.approx(sum(terms.values()))
@@ -112,5 +110,5 @@ def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective
 def test_restored_fossils_move_no_alpha_after_a_reset():
     fossil = SlotRow(stage=7, prev_stage=6, epochs_in_stage=9, prev_epochs=5, age=40, alpha=1.0, params=5000)
     _, state = one_step(host(fossil))
-    terms, _ = one_step(host(fossil, epoch=21), state=reset_hosts(state, torch.tensor([True])))
+    terms, _ = one_step(host(fossil, epoch=21), state=make_reward("shaped").reset_hosts(state, torch.tensor([True])))
     assert "alpha_shock" not in terms

@@ -6,15 +6,11 @@ from esper.simic.rewards.modes import compute_reward_batched as compute_reward_b
 from esper.simic.rewards.objective import ObjectiveReward as ObjectiveReward
 from esper.simic.rewards.reward import ContributionReward as ContributionReward
 from esper.simic.rewards.reward import RewardState as RewardState
-from esper.simic.rewards.reward import initial_state as initial_state
 from esper.simic.rewards.reward import make_reward as make_reward
 from esper.simic.rewards.reward import register_reward as register_reward
-from esper.simic.rewards.reward import reset_hosts as reset_hosts
 from esper.simic.rewards.reward import reward_names as reward_names
 from esper.simic.rewards.reward import reward_step as reward_step
 from esper.simic.rewards.reward import reward_traits as reward_traits
-from esper.simic.rewards.reward import rollback_reward as rollback_reward
-from esper.simic.rewards.reward_config import LOSS_PRESETS as LOSS_PRESETS
 from esper.simic.rewards.reward_config import MODES as MODES
 from esper.simic.rewards.reward_config import LossRewardConfig as LossRewardConfig
 from esper.simic.rewards.reward_config import ModeTraits as ModeTraits

@@ -8,7 +8,6 @@ Pure, without host reads. Shape legend: N = hosts, S = slots, E = steps of an ep
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
@@ -124,39 +123,6 @@ class RewardState:
     prev_params: Float[Tensor, "N S"]
 
 
-def initial_state(n: int, slots: int, steps: int, device: torch.device, config: RewardConfig) -> RewardState:
-    """The state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
-    if config.mode == "objective":
-        raise ConfigError("mode 'objective' is computed by ObjectiveReward; use make_reward('objective').")
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-
-    return RewardState(
-        escrow=zeros(n, slots),
-        ledger=zeros(n, slots, steps if config.mode in CONTRIBUTION_MODES else 0),
-        deferred_scale=zeros(n, slots),
-        prev_alpha=zeros(n, slots),
-        prev_params=zeros(n, slots),
-    )
-
-
-def reset_hosts(state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
-    """The state with the masked hosts as at the start of an episode; for hosts rolled back in this step.
-
-    Zero `prev_params` means no alpha movement in the next step, as in the restored slots: only fossils survive a
-    rollback, and their alpha stays 1.
-    """
-    zero = state.escrow.new_zeros(())
-    return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
-
-
-def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, " N"]:
-    """Reward that replaces that of the last row of each host if it is rolled back now."""
-    penalty, hosts = config.resolved("rollback_penalty"), len(state.escrow)
-    return torch.full((hosts,), penalty, dtype=torch.float32, device=state.escrow.device)
-
-
 @lru_cache
 def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
     """The numbers of the mode on `device`."""
@@ -173,7 +139,7 @@ def reward_step(
 
     Args:
         inputs: slots and hosts before the op, and the outcome of op and tick.
-        state: the value returned by the previous step of the episode, or `initial_state`.
+        state: the value returned by the previous step of the episode, or `ContributionReward.initial_state`.
         config: mode and numbers.
         kernel: eager or compiled.
 
@@ -347,20 +313,38 @@ class ContributionReward:
         reward_step(blank, start, self.config, self._kernel)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
-        """Carried state at the start of an episode."""
-        return initial_state(n, slots, steps, device, self.config)
+        """Carried state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
+        if self.config.mode == "objective":
+            raise ConfigError("mode 'objective' is computed by ObjectiveReward; use make_reward('objective').")
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return RewardState(
+            escrow=zeros(n, slots),
+            ledger=zeros(n, slots, steps if self.config.mode in CONTRIBUTION_MODES else 0),
+            deferred_scale=zeros(n, slots),
+            prev_alpha=zeros(n, slots),
+            prev_params=zeros(n, slots),
+        )
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Reward one step."""
         return reward_step(inputs, state, self.config, self._kernel)
 
-    def rollback_reward(self, state: RewardState) -> Tensor:
-        """[N]: reward of the last row of a host that is rolled back now."""
-        return rollback_reward(state, self.config)
+    def rollback_reward(self, state: RewardState) -> Float[Tensor, " N"]:
+        """Reward that replaces that of the last row of each host if it is rolled back now."""
+        penalty, hosts = self.config.resolved("rollback_penalty"), len(state.escrow)
+        return torch.full((hosts,), penalty, dtype=torch.float32, device=state.escrow.device)
 
-    def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
-        """Carried state with the masked hosts as at the start of an episode."""
-        return reset_hosts(state, mask)
+    def reset_hosts(self, state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
+        """The state with the masked hosts as at the start of an episode; for hosts rolled back in this step.
+
+        Zero `prev_params` means no alpha movement in the next step, as in the restored slots: only fossils survive a
+        rollback, and their alpha stays 1.
+        """
+        zero = state.escrow.new_zeros(())
+        return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
 
 
 def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
@@ -380,17 +364,8 @@ def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardEntry:
-    """One registered reward."""
-
-    build: RewardFactory
-    traits: ModeTraits
-
-
-_REGISTRY: dict[str, RewardEntry] = {
-    mode: RewardEntry(build=ObjectiveReward if mode == "objective" else ContributionReward, traits=traits)
-    for mode, traits in MODES.items()
+_REGISTRY: dict[str, tuple[RewardFactory, ModeTraits]] = {
+    mode: (ObjectiveReward if mode == "objective" else ContributionReward, traits) for mode, traits in MODES.items()
 }
 
 
@@ -403,7 +378,7 @@ def register_reward(
 
     def register(build: RewardFactory) -> RewardFactory:
         traits = ModeTraits(summary=summary, time_limit=time_limit, fossils_as_players=fossils_as_players)
-        _REGISTRY[name] = RewardEntry(build=build, traits=traits)
+        _REGISTRY[name] = build, traits
         return build
 
     return register
@@ -416,7 +391,7 @@ def reward_names() -> tuple[str, ...]:
 
 def reward_traits(name: str) -> ModeTraits:
     """Time limit and measurements that the reward `name` needs; raises RegistryError."""
-    return _entry(name).traits
+    return _entry(name)[1]
 
 
 def make_reward(name: str, config: RewardConfig | None = None) -> AnyReward:
@@ -425,17 +400,17 @@ def make_reward(name: str, config: RewardConfig | None = None) -> AnyReward:
     Raises:
         RegistryError: unknown name. ConfigError: `config` is for another built-in mode.
     """
-    entry = _entry(name)
+    build, _ = _entry(name)
     if config is None:
         config = RewardConfig(mode=cast(RewardMode, name)) if name in MODES else RewardConfig()
     elif name in MODES and config.mode != name:
         raise ConfigError(
             f"reward {name!r} was given a configuration of mode {config.mode!r}; use config.with_mode({name!r})."
         )
-    return entry.build(config)
+    return build(config)
 
 
-def _entry(name: str) -> RewardEntry:
+def _entry(name: str) -> tuple[RewardFactory, ModeTraits]:
     if name not in _REGISTRY:
         raise RegistryError(f"no reward is named {name!r}; {nearest(name, _REGISTRY)}")
     return _REGISTRY[name]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from esper.leyline.errors import ConfigError
-from esper.simic.rewards import LOSS_PRESETS, MODES, LossRewardConfig, RewardConfig
-from esper.simic.rewards.reward_config import LOSS_FIELDS, WEIGHT_NAMES
+from esper.simic.rewards import MODES, LossRewardConfig, RewardConfig
+from esper.simic.rewards.reward_config import WEIGHT_NAMES
 
 
 def packed(config):
@@ -34,12 +34,6 @@ def test_a_mode_brings_its_own_rollback_penalty_and_drip():
     assert {mode for mode, p in numbers.items() if p["deferred_fraction"] == 0.7} == {"basic_plus"}
     assert packed(RewardConfig(rollback_penalty=-3.0))["rollback_penalty"] == -3.0
     assert packed(RewardConfig().with_mode("shaped"))["rollback_penalty"] == -10.0
-
-
-def test_the_loss_presets_differ_where_their_tasks_do():
-    assert len(LOSS_FIELDS) == 11
-    assert LOSS_PRESETS["cifar10"] == LossRewardConfig(typical_loss_delta_std=0.05)
-    assert LOSS_PRESETS["tinystories"].pack().tolist() == [5.0, 5.0, 0.5, 0.15, 0.01, 5.0, 3.0, 0.1, 10.8, 3.5, 1.0]
 
 
 @pytest.mark.parametrize(

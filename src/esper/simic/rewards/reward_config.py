@@ -71,7 +71,7 @@ MODES: Mapping[str, ModeTraits] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossRewardConfig:
-    """Numbers of mode `loss`. Losses in nats; presets for tasks in `LOSS_PRESETS`."""
+    """Numbers of mode `loss`. Losses in nats; some are those of the task (`TaskSpec`)."""
 
     loss_delta_weight: float = 5.0
     max_loss_delta: Positive = 5.0
@@ -208,11 +208,3 @@ class RewardConfig:
 
 WEIGHT_NAMES = tuple(f.name for f in fields(RewardConfig) if f.name not in ("mode", "attribution", "loss"))
 """Names of the packed numbers, in index order."""
-
-LOSS_PRESETS: Mapping[str, LossRewardConfig] = {
-    "default": LossRewardConfig(),
-    "cifar10": LossRewardConfig(typical_loss_delta_std=0.05),
-    "tinystories": LossRewardConfig(
-        typical_loss_delta_std=0.15, compute_rent_weight=0.01, baseline_loss=10.8, target_loss=3.5
-    ),
-}

@@ -26,7 +26,7 @@ from esper.leyline.messages import (
     RewardProtocol,
     StoredStep,
 )
-from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, row
+from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, tree_map
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
@@ -185,11 +185,16 @@ def check_reward(reward: RewardProtocol[Any]) -> None:
     _check_reset(reward, carried, start)
 
 
+def _row(rec: Any, n: int) -> Any:
+    """One host, as a batch of one."""
+    return tree_map(lambda x: x[n : n + 1], rec)
+
+
 def _check_apart(reward: RewardProtocol[Any], inputs: RewardInputs, carried: Any, total: Tensor) -> None:
     """One host alone is paid as it is among the others."""
     for n in range(N):
-        state = row(carried, n) if is_tensor_dataclass(carried) else carried[n : n + 1]
-        alone, _ = reward.step(row(inputs, n), state)
+        state = _row(carried, n) if is_tensor_dataclass(carried) else carried[n : n + 1]
+        alone, _ = reward.step(_row(inputs, n), state)
         torch.testing.assert_close(alone.total, total[n : n + 1], equal_nan=True)
 
 

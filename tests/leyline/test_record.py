@@ -7,7 +7,6 @@ from esper.leyline.tensor_dataclass import (
     lift,
     named_tensors,
     replace,
-    row,
     tensor_dataclass,
     tree_map,
     where,
@@ -79,7 +78,7 @@ def test_where_takes_whole_rows():
     assert mixed.inner.count.tolist() == [10, 120, 30]
 
 
-def test_row_keeps_the_host_axis():
-    one = row(outer(), 1)
+def test_one_host_of_a_tree_keeps_its_axis():
+    one = tree_map(lambda x: x[1:2], outer())
     assert one.x.tolist() == [[2.0, 3.0]]
     assert one.inner.count.tolist() == [20]

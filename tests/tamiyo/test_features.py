@@ -8,7 +8,7 @@ from states import everywhere, hostile_observation, random_observation, with_hos
 
 from esper.leyline.lifecycle import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
 from esper.leyline.messages import Observation
-from esper.leyline.tensor_dataclass import row, tree_map
+from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim, observe
 
 SLOT = {feature.name: 25 + i for i, feature in enumerate(SLOT_FEATURES)}
@@ -182,7 +182,7 @@ def test_a_host_is_seen_the_same_alone_and_among_others():
     obs = random_observation(7, n=9)
     together, index = observe(obs)
     for n in range(9):
-        alone, alone_index = observe(row(obs, n))
+        alone, alone_index = observe(tree_map(lambda x, row=slice(n, n + 1): x[row], obs))
         assert torch.equal(alone[0], together[n])
         assert torch.equal(alone_index[0], index[n])
 

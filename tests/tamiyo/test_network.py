@@ -393,10 +393,22 @@ def test_a_blueprint_index_outside_the_table_is_an_error(index):
 # Any slots and blueprints. -------------------------------------------------------------------------------------------
 
 
+def of_menu(network, seen):
+    """A network with the same weights for the hosts of another menu."""
+    other = TamiyoNetwork(
+        seen,
+        feature_width=network.feature_width,
+        hidden_width=network.hidden_width,
+        num_layers=network.num_layers,
+    )
+    other.load_state_dict(network.state_dict())
+    return other
+
+
 def test_permuted_slots_have_permuted_logits_and_states_and_the_same_operations_and_value():
     network, order = certain(new_network(11, feature=16, layers=2)), torch.tensor([2, 0, 1])
     seen, rollout = menu(NUM_SLOTS), Rollout(network)
-    other = network.sharing(Menu(places=seen.places[order], seeds=seen.seeds[order]))
+    other = of_menu(network, Menu(places=seen.places[order], seeds=seen.seeds[order]))
 
     def of_slots(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (NUM_SLOTS, -1))[..., order, :].flatten(-2)
@@ -421,7 +433,7 @@ def test_permuted_slots_have_permuted_logits_and_states_and_the_same_operations_
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
 def test_the_same_weights_serve_any_number_of_slots(num_slots):
     network = certain(new_network(12))
-    other = network.sharing(menu(num_slots))
+    other = of_menu(network, menu(num_slots))
     assert other.state_width == num_slots * 32
     rollout = Rollout(other, n=4, steps=5)
     acted = rollout.act(other)
@@ -437,7 +449,7 @@ def test_the_same_weights_serve_any_number_of_slots(num_slots):
 
 def test_other_blueprints_on_the_menu_change_nothing_for_those_that_were_there():
     network = certain(new_network(13))
-    more = network.sharing(menu(NUM_SLOTS, num_blueprints=17))
+    more = of_menu(network, menu(NUM_SLOTS, num_blueprints=17))
     rollout = Rollout(network)
     inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
     few, many = network.step(*inputs), more.step(*inputs)
@@ -454,27 +466,11 @@ def test_other_blueprints_on_the_menu_change_nothing_for_those_that_were_there()
 def test_two_blueprints_of_one_description_have_one_logit_and_those_of_others_differ():
     network, seen = certain(new_network(14)), menu(NUM_SLOTS)
     seen.seeds[:, 4] = seen.seeds[:, 9]
-    other = network.sharing(seen)
+    other = of_menu(network, seen)
     rollout = Rollout(other)
     logits = other.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0).logits[Head.BLUEPRINT]
     torch.testing.assert_close(logits[..., 4], logits[..., 9])
     assert (logits[..., 4] - logits[..., 8]).abs().max() > 1e-3
-
-
-def test_a_network_for_another_menu_shares_its_weights_and_leaves_the_menu_of_the_first():
-    network = new_network(15)
-    other = network.sharing(menu(1))
-    assert (network.num_slots, other.num_slots) == (NUM_SLOTS, 1)
-    assert [p is q for p, q in zip(network.parameters(), other.parameters(), strict=True)].count(False) == 0
-    rollout = Rollout(network)
-    inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
-    before = network.step(*inputs).value
-    with torch.no_grad():
-        other.value_net[-1].bias += 1.0
-    other.inverse_temperature.fill_(2.0)
-    after = network.step(*inputs)
-    torch.testing.assert_close(after.value, before + 1.0)
-    assert network.inverse_temperature == 2.0
 
 
 def test_a_step_asks_the_device_nothing(monkeypatch):

@@ -88,14 +88,6 @@ def test_a_timer_that_measured_nothing_says_so():
         CUDATimer(CPU).elapsed_ms()
 
 
-def test_a_timer_measures_between_start_and_stop():
-    timer = CUDATimer(CPU)
-    timer.start()
-    time.sleep(0.02)
-    timer.stop()
-    assert 20.0 <= timer.elapsed_ms() < 2_000.0
-
-
 def test_phases_are_summed_by_name_and_forgotten_after_reading():
     timer = PhaseTimer(CPU, enabled=True)
     for _ in range(2):

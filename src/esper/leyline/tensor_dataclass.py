@@ -115,11 +115,6 @@ def where(mask: Tensor, yes: R, no: R) -> R:
     return replace(no, **chosen)
 
 
-def row(rec: R, index: int) -> R:
-    """One host, as a batch of one."""
-    return tree_map(lambda a: a[index : index + 1], rec)
-
-
 _DTYPES = {"bool": torch.bool, "int64": torch.int64}
 
 

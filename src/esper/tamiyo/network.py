@@ -23,7 +23,6 @@ Shape legend: N = hosts, T = steps, R = any leading axes, D = features, S = slot
 description, F = feature width, H = recurrent width of a slot, L = recurrent layers, G = 4H (gates i, f, g, o).
 """
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any, final
@@ -215,19 +214,10 @@ class TamiyoNetwork(nn.Module):
         )  # fmt: skip
         self.inverse_temperature: Tensor
         self.register_buffer("inverse_temperature", torch.ones(()))  # of every head; the larger, the more certain
-        self._see(menu)
-
-    def _see(self, menu: Menu) -> None:
         self.num_slots, self.num_blueprints = menu.seeds.shape[:2]
         self._places = menu.places
         self._seeds = menu.seeds
         self._held = F.pad(menu.seeds, (0, 0, 1, 0))  # the first row is that of -1, an empty slot
-
-    def sharing(self, menu: Menu) -> "TamiyoNetwork":
-        """This network for the hosts of another menu: the same weights, not copies of them."""
-        other = copy.copy(self)
-        other._see(menu)
-        return other
 
     @property
     def state_width(self) -> int:

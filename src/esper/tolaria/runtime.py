@@ -121,24 +121,16 @@ class CUDATimer:
         self._device = device
         self._marks: list[Any] = []  # two events, or two clock readings in ns
 
-    def start(self) -> None:
-        """Begin a span; an earlier one is forgotten."""
-        self._marks = [self._mark()]
-
-    def stop(self) -> None:
-        """End the span that `start` began."""
-        self._marks.append(self._mark())
-
     def __enter__(self) -> "CUDATimer":
-        self.start()
+        self._marks = [self._mark()]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop()
+        self._marks.append(self._mark())
 
     def elapsed_ms(self) -> float:
         """Milliseconds of the last block; on CUDA this waits until the device has finished it."""
-        assert len(self._marks) == 2, "nothing was measured: elapsed_ms() comes after start() and stop()"
+        assert len(self._marks) == 2, "nothing was measured: elapsed_ms() comes after the block"
         begin, end = self._marks
         if self._device.type == "cuda":
             end.synchronize()

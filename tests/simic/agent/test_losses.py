@@ -11,6 +11,8 @@ from esper.simic.agent.losses import (
     LossInputs,
     LossSums,
     LossWeights,
+    approx_kl,
+    clip_fraction,
     entropy_loss,
     floor_loss,
     head_entropies,
@@ -19,7 +21,6 @@ from esper.simic.agent.losses import (
     packed,
     policy_loss,
     ppo_losses,
-    ratio_statistics,
     unpacked,
     value_loss,
 )
@@ -99,11 +100,11 @@ def test_the_losses_of_two_parts_follow_from_the_sum_of_their_sums():
 
 
 def test_the_worked_example_of_ratios():
-    found = ratio_statistics(sums(four_steps()))
-    assert float(found.approx_kl) == pytest.approx(0.029658, abs=1e-5)
+    found = sums(four_steps())
+    assert float(approx_kl(found)) == pytest.approx(0.029658, abs=1e-5)
     # log-ratios of op and slot: 0.2 + 0.1, -0.2 - 0.3, 0.4 + 0; the forced step is no decision
-    assert float(found.clip_fraction) == 1.0
-    assert float(ratio_statistics(sums(four_steps(), clip=0.45)).clip_fraction) == pytest.approx(1 / 3)  # e^0.4 = 1.49
+    assert float(clip_fraction(found)) == 1.0
+    assert float(clip_fraction(sums(four_steps(), clip=0.45))) == pytest.approx(1 / 3)  # e^0.4 = 1.49
     assert float(largest_change(four_steps())) == pytest.approx(0.4)
 
 
@@ -113,7 +114,7 @@ def test_a_step_that_is_not_valid_changes_nothing():
     want, found = ppo_losses(sums(x), weights()), ppo_losses(sums(longer), weights())
     for name in ("policy", "value", "entropy", "floor", "total"):
         assert float(getattr(found, name)) == pytest.approx(float(getattr(want, name)), abs=1e-6), name
-    assert float(ratio_statistics(sums(longer)).clip_fraction) == 1.0
+    assert float(clip_fraction(sums(longer))) == 1.0
     assert float(largest_change(longer)) == pytest.approx(0.4)
 
 
@@ -143,7 +144,7 @@ def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient()
 def test_extreme_ratios_stay_finite():
     found = ppo_losses(sums(four_steps(log_prob=torch.full((1, 4, 8), 1e30))), weights())
     assert math.isfinite(float(found.total))
-    assert math.isfinite(float(ratio_statistics(sums(four_steps(log_prob=torch.full((1, 4, 8), -1e30)))).approx_kl))
+    assert math.isfinite(float(approx_kl(sums(four_steps(log_prob=torch.full((1, 4, 8), -1e30))))))
 
 
 def test_forced_steps_weigh_a_fifth_in_the_value_loss():
@@ -178,7 +179,7 @@ def test_a_head_that_is_never_available_owes_no_entropy():
 def test_a_minibatch_without_a_valid_step_costs_nothing():
     x = four_steps(valid=torch.zeros(1, 4, dtype=torch.bool))
     assert float(ppo_losses(sums(x), weights()).total) == 0.0
-    assert float(ratio_statistics(sums(x)).approx_kl) == 0.0
+    assert float(approx_kl(sums(x))) == 0.0
 
 
 def test_reported_entropies_are_means_over_the_steps_that_used_the_head():

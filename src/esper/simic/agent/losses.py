@@ -61,18 +61,6 @@ class Losses:
 
 
 @tensor_dataclass
-class RatioStatistics:
-    """Change of the policy since the rollout.
-
-    `approx_kl`: KL divergence, a mean over heads and steps. `clip_fraction`: share of the decisions whose probability,
-    the product over the heads, changed by more than epsilon.
-    """
-
-    approx_kl: Float[Tensor, ""]
-    clip_fraction: Float[Tensor, ""]
-
-
-@tensor_dataclass
 class LossSums:
     """Sums over the steps of some hosts, from which everything below follows; those of all hosts are their sum.
 
@@ -157,12 +145,17 @@ def floor_loss(sums: LossSums) -> Float[Tensor, ""]:
     return (constants.floor_weight * shortfall.square() * (sums.open > 0)).sum()
 
 
-def ratio_statistics(sums: LossSums) -> RatioStatistics:
-    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios."""
-    return RatioStatistics(
-        approx_kl=sums.divergence / sums.causal.clamp_min(1),
-        clip_fraction=sums.outside / sums.decided.clamp_min(1),
-    )
+def approx_kl(sums: LossSums) -> Float[Tensor, ""]:
+    """KL divergence of the policy since the rollout, a mean over heads and steps.
+
+    The estimator is `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020).
+    """
+    return sums.divergence / sums.causal.clamp_min(1)
+
+
+def clip_fraction(sums: LossSums) -> Float[Tensor, ""]:
+    """Share of the decisions whose probability, the product over the heads, changed by more than epsilon."""
+    return sums.outside / sums.decided.clamp_min(1)
 
 
 def largest_change(x: LossInputs) -> Float[Tensor, ""]:

@@ -37,12 +37,13 @@ from esper.simic.agent.losses import (
     LossInputs,
     LossSums,
     LossWeights,
+    approx_kl,
+    clip_fraction,
     head_entropies,
     largest_change,
     loss_sums,
     packed,
     ppo_losses,
-    ratio_statistics,
     unpacked,
 )
 from esper.simic.agent.ppo_config import PPOConfig as PPOConfig
@@ -176,13 +177,13 @@ def health_row(hidden: Hidden, ranks: Ranks) -> Float[Tensor, " M"]:
 
 
 def epoch_row(
-    approx_kl: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
+    divergence: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
 ) -> Float[Tensor, " M"]:
     """KL divergence of one epoch; NaN for an epoch after the early stop."""
     return metric_row(
         {
-            "approx_kl": torch.where(ran, approx_kl, torch.nan),
-            "epochs_done": torch.where(ran, epoch.to(approx_kl.dtype), torch.nan),
+            "approx_kl": torch.where(ran, divergence, torch.nan),
+            "epochs_done": torch.where(ran, epoch.to(divergence.dtype), torch.nan),
             "stopped_early": exceeded,
         }
     )
@@ -192,7 +193,6 @@ def minibatch_row(
     sums: LossSums,
     numbers: Mapping[str, Tensor],
     *,
-    clip_fraction: Float[Tensor, ""],
     ran: Bool[Tensor, ""],
     finite_logits: Bool[Tensor, ""],
     finite: Bool[Tensor, ""],
@@ -208,7 +208,7 @@ def minibatch_row(
     of_step = {
         "evaluated_steps": sums.valid,
         **numbers,
-        "clip_fraction": clip_fraction,
+        "clip_fraction": clip_fraction(sums),
         **{f"steps_{name}": count for name, count in zip(ENTROPIES, steps.unbind(0), strict=True)},
         **{f"entropy_{name}": mean for name, mean in zip(ENTROPIES, entropies.unbind(0), strict=True)},
     }
@@ -473,20 +473,18 @@ def _train_minibatch(
         eps=config.adam_eps,
     )
     subtract_(list(agent.network.parameters()), difference)
-    statistics = ratio_statistics(sums)
     steps = sums.valid.to(torch.float64)
     return MinibatchResult(
         optimizer=optimizer,
         metrics=minibatch_row(
             sums,
             {**{f"{name}_loss": x for name, x in vars(losses).items()}, "grad_norm": norm},
-            clip_fraction=statistics.clip_fraction,
             ran=~stopped,
             finite_logits=found[-1] == 0,
             finite=finite,
             takes=takes,
             change=ranks.largest(torch.stack(changes).amax()) if first else None,
         ),
-        kl_sum=torch.where(takes, statistics.approx_kl * steps, 0.0),
+        kl_sum=torch.where(takes, approx_kl(sums) * steps, 0.0),
         kl_weight=torch.where(takes, steps, 0.0),
     )

@@ -92,7 +92,7 @@ def make(run: Path, rounds: int) -> None:
 def seconds(record: Record, sql: str) -> float:
     """Wall time of a query."""
     began = time.perf_counter()
-    record.arrays(sql)
+    record.query(sql)
     return time.perf_counter() - began
 
 

@@ -132,12 +132,6 @@ def test_rounds_and_updates_are_those_of_metrics(run: Path, record: Record) -> N
     assert "objective_mean" not in updates[0]
 
 
-def test_arrays_mark_missing_numbers_as_nan(record: Record) -> None:
-    found = record.arrays("SELECT reward, rollback FROM steps WHERE host = 1 AND round = 1 ORDER BY t")
-    assert np.isnan(found["reward"]).tolist() == [t == 5 for t in range(1, STEPS + 1)]
-    assert found["rollback"].tolist() == [None] * 4 + ["nan"] + [None] * 3
-
-
 def test_several_runs_are_told_apart_by_name(run: Path, copy: Path, tmp_path: Path) -> None:
     same_name = Path(shutil.copytree(run, tmp_path / "other" / "whole"))
     with open_record([run, copy, same_name]) as record:
@@ -221,7 +215,7 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
 def test_a_value_that_fails_in_a_late_row_is_explained_too(record: Record) -> None:
     # Far behind the first chunk of an answer that streams, and early enough for the time in which rows are counted.
     sql = "SELECT CAST(CASE WHEN range = 50000 THEN 'x' ELSE '1' END AS INTEGER) FROM range(1000000)"
-    for ask in (record.query, record.arrays, lambda sql: record.beginning(sql, 1)):
+    for ask in (record.query, lambda sql: list(record.rows(sql)), lambda sql: record.beginning(sql, 1)):
         with pytest.raises(QueryError, match="Could not convert string 'x'"):
             ask(sql)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import duckdb
-import numpy as np
 
 from esper.leyline.errors import QueryError, RunDirectoryError
 from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
@@ -132,11 +131,6 @@ class Record:
             return rows, more, True
 
         return self._run(sql, (), fetch)
-
-    def arrays(self, sql: str, params: Sequence[object] = ()) -> dict[str, np.ndarray]:
-        """The columns of one SELECT; NULL is NaN in columns of numbers, else None. Raises QueryError like `query`."""
-        columns = self._run(sql, params, lambda found: found.fetchnumpy())
-        return {name: _plain(column) for name, column in columns.items()}
 
     def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
@@ -306,21 +300,6 @@ def _named(found: duckdb.DuckDBPyConnection, rows: Sequence[Sequence[Any]]) -> l
     """Rows of a result by column."""
     names = _names(found)
     return [dict(zip(names, row, strict=True)) for row in rows]
-
-
-def _plain(column: Any) -> np.ndarray:  # noqa: ANN401 -- masked or not
-    """Without mask: NaN for missing numbers and truth values, None for others."""
-    if not isinstance(column, np.ma.MaskedArray):
-        return np.asarray(column)
-    if not column.mask.any():
-        return np.asarray(column.data)
-    if column.dtype.kind == "f":
-        return np.asarray(column.filled(np.nan))
-    if column.dtype.kind in "biu":
-        return np.where(column.mask, np.nan, column.data.astype(np.float64))
-    found = column.data.astype(object)
-    found[column.mask] = None
-    return np.asarray(found)
 
 
 def _explained(error: duckdb.Error) -> str:

@@ -210,10 +210,6 @@ class CNNHost(Host):
         self.head = nn.Linear(channels[-1], spec.classes)
         drop_batch_counters(self)
 
-    def execution_order(self) -> tuple[str, ...]:
-        """The enabled slot ids in the order of `forward`."""
-        return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
-
     def features(self, point: InjectionPoint) -> tuple[int, int, int]:
         """Channels, height and width of the features at a point."""
         return self.spec.features(point, self.image_size)

@@ -185,9 +185,9 @@ class Host(nn.Module, ABC):
     causal: bool = True
     frozen: tuple[str, ...] = ()
 
-    @abstractmethod
     def execution_order(self) -> tuple[str, ...]:
         """The enabled slot ids in the order of `forward`."""
+        return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
 
     @abstractmethod
     def features(self, point: InjectionPoint) -> tuple[int, ...]:

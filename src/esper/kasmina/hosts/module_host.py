@@ -718,11 +718,6 @@ class ModuleHost(Host):
         self.network = new_network(spec.model, self.arguments(example) if spec.facts.built_by_pass else None)
         as_buffers(self.network, spec.facts.own_frozen)
         self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
-        self._order = tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
-
-    def execution_order(self) -> tuple[str, ...]:
-        """The enabled slot ids in the order of `forward`."""
-        return self._order
 
     def features(self, point: InjectionPoint) -> tuple[int, ...]:
         """(C, H, W), or (T, D) with T = 1 for a vector."""
@@ -767,12 +762,13 @@ class ModuleHost(Host):
                 # a seed needs what it got, so the layer that edits it gets a tensor of its own
                 return out.clone() if slot_id in edited and out is not h else out
 
-        with replaced_outputs(self.network, at_slot, self._order):
+        order = self.execution_order()
+        with replaced_outputs(self.network, at_slot, order):
             result = self.network(*args, **kwargs)
-        left_out = set(self._order) - set(met) if self.global_rng else ()  # e.g. by stochastic depth
-        if tuple(met) != tuple(slot for slot in self._order if slot not in left_out):
+        left_out = set(order) - set(met) if self.global_rng else ()  # e.g. by stochastic depth
+        if tuple(met) != tuple(slot for slot in order if slot not in left_out):
             raise ConfigError(
                 f"a forward pass of {type(self.network).__name__} met the slots {', '.join(met) or 'not at all'}, but "
-                f"the probe met {', '.join(self._order)}; the path through the network must not depend on the inputs."
+                f"the probe met {', '.join(order)}; the path through the network must not depend on the inputs."
             )
         return result

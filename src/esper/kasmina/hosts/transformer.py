@@ -133,10 +133,6 @@ class TransformerHost(Host):
                 nn.init.zeros_(parameter)
         with_keyed_dropout(self)
 
-    def execution_order(self) -> tuple[str, ...]:
-        """The enabled slot ids in the order of `forward`."""
-        return tuple(point.slot_id for point in self.enabled)
-
     def features(self, point: InjectionPoint) -> tuple[int, int]:
         """Tokens and width of the features at a point."""
         return self.tokens, point.channels

@@ -6,7 +6,7 @@ from driver import CPU
 from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
-from esper.kasmina.rules.conditions import LifecycleConfig, advance_active_seed, legal_ops, resolve_target_slot
+from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
@@ -114,11 +114,6 @@ def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
     has_gate = torch.tensor([case[2:4] for case in cases])
     _, valid = resolve_target_slot(actions, torch.ones(4, 6, 2, dtype=torch.bool), has_gate)
     assert valid.tolist() == [case[4] for case in cases]
-
-
-def test_a_request_to_advance_marks_the_target_of_the_hosts_that_ask():
-    asked = advance_active_seed(slots_of([[3, 3], [3, 3]]), torch.tensor([1, 0]), torch.tensor([True, False]))
-    assert asked.tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize(

@@ -267,11 +267,6 @@ def _gated_styles(device: torch.device) -> Tensor:
     return torch.tensor([algorithm == Algorithm.GATE for algorithm in STYLE_ALGORITHM], device=device)
 
 
-def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool[Tensor, " N"]) -> Bool[Tensor, "N S"]:
-    """The slots whose gate is asked in this step's tick: `target[n]` of the hosts in `where`."""
-    return at_target(target, slots.stage.shape[1]) & where[:, None]
-
-
 def at_target(target: Int[Tensor, " N"], num_slots: int) -> Bool[Tensor, "N S"]:
     """One-hot of the target slot."""
     return target[:, None] == numbers(num_slots, target.device)

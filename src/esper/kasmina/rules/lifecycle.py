@@ -20,7 +20,6 @@ from torch import Tensor
 from esper.kasmina.rules import conditions
 from esper.kasmina.rules.conditions import (
     LifecycleConfig,
-    advance_active_seed,
     at_target,
     in_stages,
     resolve_target_slot,
@@ -264,7 +263,7 @@ def apply_ops(
     effects = OpEffects(
         target=target,
         success=valid & ~refused.any(dim=1),
-        requested=advance_active_seed(slots, target, valid & (actions[:, Head.OP] == LifecycleOp.ADVANCE)),
+        requested=aimed[LifecycleOp.ADVANCE],
         germinated=germinated,
         released=pruned,
         fossilized=fossilized,

@@ -25,7 +25,6 @@ from esper.runs.evaluation.results import (
     TrainingCost,
     estimate,
     interquartile_mean,
-    mean,
     probability_of_improvement,
     results,
     units_needed,
@@ -268,7 +267,7 @@ def test_the_interval_of_two_units_has_them_as_its_ends_and_that_of_one_does_not
     assert not estimate(array(-1.0, 3.0)).excludes_zero
 
 
-@pytest.mark.parametrize("statistic", [mean, interquartile_mean])
+@pytest.mark.parametrize("statistic", [np.mean, interquartile_mean])
 @pytest.mark.parametrize(
     ("values", "inside"),
     [

@@ -125,7 +125,7 @@ def test_the_cost_of_a_kept_network_is_that_of_its_export():
     assert exported[0] > HOST
     assert cost.training.shape == cost.measuring.shape == (30, 2)
     assert (cost.training.sum(axis=0) > 30 * 40 * 3 * HOST).all()
-    assert cost.steps[0].tolist() == [40 * 3 * HOST + 30 * HOST] * 2
+    assert (cost.training + cost.measuring)[0].tolist() == [40 * 3 * HOST + 30 * HOST] * 2
     # the state of the engine counts by the same rule, and so does J
     assert stats.compute.tolist() == pytest.approx(
         (cost.training.sum(axis=0) / (30 * 40 * 3 * HOST)).tolist(), rel=1e-6

@@ -47,8 +47,9 @@ class Entry:
 
 def spent(outcome: Outcome) -> float:
     """FLOPs of training and measuring a host, in the mean."""
-    assert outcome.cost is not None, f"{outcome.name} was not run on networks"
-    return float(outcome.cost.steps.sum(axis=0).mean())
+    cost = outcome.cost
+    assert cost is not None, f"{outcome.name} was not run on networks"
+    return float((cost.training + cost.measuring).sum(axis=0).mean())
 
 
 def best_of(

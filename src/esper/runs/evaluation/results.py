@@ -58,12 +58,6 @@ class TrainingCost:
     training: np.ndarray
     measuring: np.ndarray
 
-    @property
-    def steps(self) -> np.ndarray:
-        """What each step spent [T, N]."""
-        spent: np.ndarray = self.training + self.measuring
-        return spent
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -104,11 +98,6 @@ class Estimate:
         return self.low > 0.0 or self.high < 0.0
 
 
-def mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The mean over units."""
-    return np.asarray(values.mean(axis=axis, dtype=np.float64))
-
-
 def interquartile_mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
     """The mean of the middle half: floor(U / 4) of the lowest and of the highest units are left out."""
     from scipy.stats import trim_mean  # takes a second, which every command would pay
@@ -116,7 +105,7 @@ def interquartile_mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(trim_mean(values, 0.25, axis=axis))
 
 
-def estimate(values: Units, statistic: Callable[..., np.ndarray] = mean) -> Estimate:
+def estimate(values: Units, statistic: Callable[..., np.ndarray] = np.mean) -> Estimate:
     """A statistic of all units with its interval by the BCa bootstrap, with the same resamples each time.
 
     Where BCa is not defined, because the units are all equal for instance, it is the percentile interval.
@@ -160,7 +149,7 @@ def units_of(values: Float[np.ndarray, "G N"], *, by_run: bool) -> Units:
 
     With several runs (`by_run`, one group each) those are the means of the runs, otherwise all hosts.
     """
-    return mean(values) if by_run and len(values) > 1 else values.reshape(-1)
+    return values.mean(axis=1) if by_run and len(values) > 1 else values.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,15 @@ from typing import Any
 
 import duckdb
 
+from esper.telemetry.record.reader import Record
 from esper.telemetry.record.schema import TABLES
 
 
-class ToyRecord:
+class ToyRecord(Record):
+    warnings: Any = None  # set below: here it is no property
+
     def __init__(self) -> None:
-        self.warnings: list[str] = []
+        self.warnings = []
         self.database = duckdb.connect(":memory:", config={"threads": 1})
         for table in TABLES:
             columns = "".join(f', "{name}" {kind}' for name, kind in table.types.items())

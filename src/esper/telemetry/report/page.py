@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 
-from esper.telemetry.report.payloads import PAYLOADS, Record, payload
+from esper.telemetry.record.reader import Record
+from esper.telemetry.report.payloads import PAYLOADS, payload
 
 SCRIPTS = ("d3.min.js", "plot.min.js", "dom.js", "charts.js", "app.js", "embedded.js")
 

@@ -13,7 +13,7 @@ from itertools import combinations, groupby, pairwise
 from math import factorial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -22,7 +22,7 @@ from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
 from esper.telemetry.anomalies import RULES
-from esper.telemetry.record.reader import evaluation_files
+from esper.telemetry.record.reader import Record, evaluation_files
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
 
 POINTS = 2000
@@ -30,18 +30,6 @@ POINTS = 2000
 LONGEST_PHASE = 100
 """Most rounds at either end of a run over which decisions are counted, for the memory of the query."""
 Payload = dict[str, Any]
-
-
-@runtime_checkable
-class Record(Protocol):
-    """The part of the run record that the report reads; its views are listed in docs/record.md."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """What is damaged, missing or not written yet."""
-
-    def query(self, sql: str, params: Any = ()) -> list[dict[str, Any]]:  # noqa: ANN401
-        """The rows of a query."""
 
 
 class Rounds(NamedTuple):

@@ -807,18 +807,12 @@ class PlanSearch:
 
     def _outcome(self, structure: Architecture, store: OutcomeStore, on_pass: Callable[[float], None]) -> Outcome:
         config, controller = self.config, fixed([structure], self.config)
-        key = key_of(config, self.dataset, controller, run_seed=config.seed, num_envs=self.hosts)
+        hosts = {"run_seed": config.seed, "num_envs": self.hosts}
+        key = key_of(config, self.dataset, controller, **hosts)
         if (found := store.get(key)) is not None:
             on_pass(1.0)
             return found
-        found = run_controller(
-            config,
-            self.dataset,
-            self.device,
-            controller,
-            run_seed=config.seed,
-            num_envs=self.hosts,
-            on_step=lambda: on_pass(1.0 / config.episode_length),
-        )
+        on_step = partial(on_pass, 1.0 / config.episode_length)
+        found = run_controller(config, self.dataset, self.device, controller, **hosts, on_step=on_step)
         store.put(key, found)
         return found

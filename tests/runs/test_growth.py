@@ -230,6 +230,28 @@ def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow):
     assert growth.stages[-1].kept == 1
 
 
+def test_a_stage_that_is_late_is_planned_anew_halfway_and_ends_with_its_schedule(grow):
+    growth = grow("auto", minutes=5.0)
+    growth.stages, growth._at_once = (Stage(1.0, 1),), 1.0
+    growth.begin([Candidate()])
+    flops = growth._of_step(Candidate())
+    growth._trial_seconds = 60.0 * 5.0 * 0.95 / (100 * flops + growth._measuring([flops]))
+    growth._replan()
+    assert growth.steps == growth.end == 100
+    while growth.t < 49:
+        growth.step()
+    kept = growth.entries[0].loss[:]
+    growth.seconds = growth.training_seconds = 190.0  # 49 steps should have taken about 140
+    growth.step()
+    assert growth.t == 50
+    assert growth.steps == growth.end < 80  # 95 of 285 seconds are left, for steps of 3.8 each
+    assert growth.entries[0].loss[:49] == kept
+    low = growth._engine.executor.data.lr_factors(growth.end)[0, 0]
+    assert 0.0 <= float(low) < 0.01
+    growth.step()
+    assert growth.entries[0].loss[50] < 2.0 * growth.entries[0].loss[49]
+
+
 def test_the_time_of_candidates_is_tried_before_they_are_planned(grow, monkeypatch):
     paces = iter((8.0, 2.0, 3.0))
     monkeypatch.setattr(Growth, "_pace", lambda self, some, **given: next(paces))

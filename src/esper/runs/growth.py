@@ -84,6 +84,8 @@ _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _TRIED, _MOST_TRIED = 0.01, 2.0
 """Share of the minutes, and most seconds, of each trial of the time that candidates take."""
+_LATE = 0.1
+"""Share of the steps that are left by which a plan must be too long to be changed halfway through a stage."""
 _MANY = 1_000
 """Candidates that are more than run at once anywhere."""
 _COPIES = 8
@@ -462,6 +464,7 @@ class Growth:
         self.best: tuple[int, int] | None = None
         self._best_state: StateTree = {}
         self.steps = config.episode_length
+        self._before = (0.0, 0.0)
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
         share = min(self._config.lifecycle.measured_share, self._prices.measured_share)
@@ -700,8 +703,11 @@ class Growth:
 
     @property
     def _per_flop(self) -> float:
-        """Seconds of a FLOP of one candidate in the steps so far, or by the trial before them."""
-        return self.training_seconds / self.lasted if self.lasted else self._trial_seconds
+        """Seconds of a FLOP of one candidate in the steps of the stage, or in those before it, or by the trial."""
+        seconds, lasted = self._before
+        if self.lasted > lasted:
+            return (self.training_seconds - seconds) / (self.lasted - lasted)
+        return seconds / lasted if lasted else self._trial_seconds
 
     def step(self) -> None:
         """One step of all candidates; behind the last one of a stage the next stage begins."""
@@ -716,7 +722,17 @@ class Growth:
         self.training_seconds += time.monotonic() - began
         if self.t == self.end and not is_last:
             self._next_stage()
+        elif self.t == (self.begun + self.end) // 2 and self.budget.minutes is not None and not self._fixed:
+            self._replan_if_late()
         self.seconds += time.monotonic() - began
+
+    def _replan_if_late(self) -> None:
+        """Plan fewer steps if those of this stage took longer than planned, so that the last learning rates are low."""
+        steps = self._longest([self.entries[row].candidate for row in self.rows], self.stages[self.stage :])
+        if self.steps - steps > _LATE * (self.steps - self.t):
+            state = self._engine.state_of(list(range(len(self.rows))))
+            self._replan()
+            self._load(state)
 
     def _pay(self, costs: Sequence[float]) -> None:
         """Count what the rows have cost."""
@@ -754,7 +770,7 @@ class Growth:
         self.failed = self.failed + 1 if self.stage > 1 and self.entries[row].born < self.begun else 0
         if self.failed == _PATIENCE:
             self.stages, stage = (*self.stages[: self.stage], self.stages[-1]), self.stages[-1]
-        self.begun = self.t
+        self.begun, self._before = self.t, (self.training_seconds, self.lasted)
         grown = self._neighbours(candidate or self.entries[row].candidate)
         self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
 

@@ -227,7 +227,7 @@ class Hosts:
     full: Coalitions
 
     @classmethod
-    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice, device: torch.device) -> "Hosts":
+    def build(cls, case: Case, task: TaskSpec, executor: ExecutorChoice, device: torch.device = CPU) -> "Hosts":
         """Episode 0, with the seeds of the case in their slots."""
         config = EngineConfig(num_envs=case.hosts, slots=task.enabled, episode_length=8, executor=executor)
         assert task.load is not None
@@ -403,7 +403,7 @@ def compared(case: Case, executors: tuple[ExecutorChoice, ...], options: Options
 def share_of_peak(case: Case, options: Options, executor: ExecutorChoice) -> str:
     """How much of what a core can do esper does in training, with one worker."""
     task = task_of(case, options)
-    hosts = Hosts.build(case, task, executor, CPU)
+    hosts = Hosts.build(case, task, executor)
     net, x, y = case.model(), *((of := case.split(case.batch, 0)).x, of.y)
     operations = flop_of_training(lambda: F.cross_entropy(net(x), y).backward()) * case.hosts * options.batches
     hosts.train()
@@ -418,7 +418,7 @@ def writing_ms(case: Case, options: Options, count: int = 100) -> str:
     """How much CPU time it takes to write the program of a new structure."""
     from esper.tolaria.executors.native.executor import NativeExecutor
 
-    hosts = Hosts.build(case, task_of(case, options), "native", CPU)
+    hosts = Hosts.build(case, task_of(case, options), "native")
     assert isinstance(hosts.executor, NativeExecutor)
     networks, population, r = hosts.executor._networks, hosts.executor.population, random.Random(0)
     known = [index for _, index in population.seed_kinds if registry.names()[index] not in networks.refused]

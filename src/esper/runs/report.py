@@ -2,8 +2,7 @@
 
 import math
 import platform
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, final
 
@@ -134,9 +133,9 @@ class RoundSoFar:
         objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
-        means = (_of_known(np.mean, values) for values in (objective, committed, live))
+        means = (_means_of_known(values) for values in (objective, committed, live))
         rows = zip(
-            reports, seconds, *means, _of_known(np.std, objective, ddof=1), ops.tolist(),
+            reports, seconds, *means, _deviations_of_known(objective), ops.tolist(),
             _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
@@ -193,12 +192,23 @@ def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
     return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
 
 
-def _of_known(statistic: Callable[..., np.ndarray], values: np.ndarray, **options: int) -> list[float]:
-    """The mean or deviation of the finite values of each row of `values` [T, N]; NaN where there are too few."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of rows with too few
-        found: list[float] = statistic(values, axis=1, where=np.isfinite(values), dtype=np.float64, **options).tolist()
-    return found
+def _means_of_known(values: np.ndarray) -> list[float]:
+    """`mean_of_known` of each row of `values` [T, N]."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+    means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
+    return means
+
+
+def _deviations_of_known(values: np.ndarray) -> list[float]:
+    """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    means = np.where(known, values, 0.0).sum(axis=1, keepdims=True, dtype=np.float64) / np.maximum(count, 1)[:, None]
+    squares = np.square(np.where(known, values - means, 0.0)).sum(axis=1)
+    deviations: list[float] = np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan).tolist()
+    return deviations
 
 
 def mean_of_known(values: np.ndarray) -> float:

@@ -230,6 +230,15 @@ def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow):
     assert growth.stages[-1].kept == 1
 
 
+def test_what_runs_side_by_side_is_kept_to_the_end_by_minutes_and_not_by_flops(grow, monkeypatch):
+    def try_time(self: Growth, *given: object) -> None:
+        self._at_once = 3.0
+
+    monkeypatch.setattr(Growth, "_try_time", try_time)
+    assert grow("halving", minutes=5.0).stages[-1].kept == 3
+    assert grow("halving", minutes=5.0, flops=1e7).stages[-1].kept == 1
+
+
 def test_a_stage_that_is_late_is_planned_anew_halfway_and_ends_with_its_schedule(grow):
     growth = grow("auto", minutes=5.0)
     growth.stages, growth._at_once = (Stage(1.0, 1),), 1.0

@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from esper.cli import main
+from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import state_digest
+from esper.runs.assembly.assemble import assemble
+from esper.runs.assembly.presets import resolve
 from esper.runs.report import step_of_all
 from esper.runs.state_file import read_state
 from esper.telemetry.record.reader import open_record
@@ -268,3 +272,10 @@ def test_what_is_shown_of_a_step_is_of_the_hosts_of_all_ranks():
     assert (found["objective_mean"], found["t"], found["env_steps"]) == (3.0, 3, 10)
     assert found["objective_std"] == pytest.approx((20 / 3) ** 0.5)
     assert found["ops"] == {"WAIT": 9, "PRUNE": 1}
+
+
+def test_a_run_asks_for_a_gpu_of_each_rank_before_anything_else(monkeypatch):
+    monkeypatch.setattr("esper.leyline.ranks.local_ranks", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="cannot share its 1 GPU"):
+        assemble(resolve({"task": "null", "compile": "off"}), torch.device("cuda", 0))

@@ -56,7 +56,7 @@ from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import largest_batch, training_bounds
 from esper.tolaria.memory import available_bytes, predict
-from esper.tolaria.runtime import host_read
+from esper.tolaria.runtime import host_read, usable_cores
 from esper.tolaria.state import StepReport
 
 Method = Literal["auto", "plain", "portfolio", "halving", "hill_climbing"]
@@ -86,8 +86,6 @@ _TRIED, _MOST_TRIED = 0.01, 2.0
 """Share of the minutes, and most seconds, of each trial of the time that candidates take."""
 _LATE = 0.1
 """Share of the steps that are left by which a plan must be too long to be changed halfway through a stage."""
-_MANY = 1_000
-"""Candidates that are more than run at once anywhere."""
 _COPIES = 8
 """Copies of the network by which it is tried how many run at once, where all run in the same operations."""
 _AFFORDABLE = 0.5
@@ -474,7 +472,7 @@ class Growth:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
         task = self._config.task_spec()
-        many = replace(self._engine.config, num_envs=_MANY)
+        many = replace(self._engine.config, num_envs=usable_cores())
         trial, free = predict(many, task, dataset, device), available_bytes(device)
         trial.require(1, free, "candidates")
         self._most = trial.most_hosts(free)

@@ -144,7 +144,7 @@ void block(const Sums<T>& s, const Steps& steps, const Spot* spots, const T* wei
     const Step *step = steps.data(), *end = step + steps.size();
     for (int left = s.inputs * int(steps.size()); left > 0; --left) {
         wide<T> here[VS];
-        ESPER_UNROLLED(v, VS) here[v] = load(h + apart[v]);
+        ESPER_UNROLLED(v, VS) here[v] = load_once(h + apart[v]);
         ESPER_UNROLLED(i, OS) ESPER_UNROLLED(v, VS) sum[i][v] += w[i / 3][i % 3 * next] * here[v];
         h += step->from;
         ESPER_UNROLLED(i, 3) w[i] += step->weight;
@@ -392,7 +392,7 @@ template <int OS, int CS, class T> void tile(const WeightGrad<T>& k, const Walk&
         const T *g = k.grad_out + o * k.to.channel + walk.g + lane, *h = k.in + c * k.from.channel + walk.h + lane;
         for (int n = walk.rows * walk.count, left = walk.count; n > 0; --n) {  // rows are too short for own loops
             wide<T> here[CS];
-            ESPER_UNROLLED(j, CS) here[j] = load(h + j * k.from.channel);
+            ESPER_UNROLLED(j, CS) here[j] = load_once(h + j * k.from.channel);
             ESPER_UNROLLED(i, OS) {
                 const wide<T> to = load(g + i * k.to.channel);
                 ESPER_UNROLLED(j, CS) sum[i][j] += to * here[j];

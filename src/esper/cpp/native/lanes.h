@@ -80,6 +80,16 @@ template <class T> inline wide<T> load(const T* from) {
 
 template <class T> inline void store(T* to, wide<T> value) { std::memcpy(to, &value, sizeof value); }
 
+// Into a register: where those are scarce, the compiler would read the vector again for each product, and a core reads no
+// more vectors than it multiplies.
+template <class T> inline wide<T> load_once(const T* from) {
+    wide<T> value = load(from);
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
+
 // Stores the lanes, and zero beyond them.
 template <class T> inline void store_lanes(T* to, wide<T> value, int lanes_left) {
     for (int i = lanes_left < 0 ? 0 : lanes_left; i < width<T>(); ++i) value[i] = T(0);

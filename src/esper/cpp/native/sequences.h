@@ -1,7 +1,8 @@
 // Sequences, on rows of lanes [T][D]: embeddings, attention, products of two activations, sums of the past, dropout.
 //
 // A product of two activations multiplies row by row: numbers of an example meet only numbers of the same example.
-// Tiles of 4 x 4 rows stay in registers, so that each row that is read serves four products.
+// Tiles of 4 x 4 rows (4 x 2 where there are few registers) stay in registers, so that each row that is read serves
+// several products.
 
 #pragma once
 
@@ -16,6 +17,8 @@
     X(PRODUCT, "xxx") X(RUNNING_SUM, "xx") X(SELECT, "xxxx") X(COMPARE, "xxx") X(DROP, "xlx")
 
 namespace esper {
+
+constexpr int TILE = 4, ACROSS = REGISTERS / 8;  // rows of a tile
 
 // -- embedding --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ inline wide<double> exp_below(wide<double> x) {
 
 // Queries and keys that are treated together; their scores, and the vectors of `size` 16, fit the first level of cache.
 // Queries that fit the second level while a backward pass goes over the keys.
-constexpr int TILE = 4, BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8, SECOND_LEVEL = 64;
+constexpr int BLOCK = 16, KEYS_FORWARD = 16, KEYS_BACKWARD = 8, SECOND_LEVEL = 64;
 
 // One head and one vector of lanes at a time, in tiles of Q queries; their scores are [key][query] in memory, the keys of
 // a block. Where rows of lanes are longer than a vector, rows [count][size] of the head are copied next to each other,
@@ -227,7 +230,7 @@ template <class T> struct Attention {
 
     // p[j][i] = inner product of a[i] and b[j], vectors of `size` rows.
     template <int Q> void products(const T* a, const T* b, int count, Scores p) const {
-        in_pieces<TILE, 1>(count, [&](auto some, int first) {
+        in_pieces<ACROSS, 1>(count, [&](auto some, int first) {
             constexpr int K = decltype(some)::value;
             wide<T> sum[Q][K] = {};
             inner_products(size, a, row(1), W, b + row(first), row(1), W, sum);
@@ -249,7 +252,7 @@ template <class T> struct Attention {
 
     // to[i] = factor[i] to[i] + sum_j p[j][i] x[j]
     template <int Q> void mix(Scores p, int count, const T* x, const wide<T>* factors, T* to) const {
-        in_pieces<TILE, 1>(size, [&](auto some, int first) {
+        in_pieces<ACROSS, 1>(size, [&](auto some, int first) {
             constexpr int D = decltype(some)::value;
             const T* from = x + first * W;
             wide<T> sum[Q][D];
@@ -273,7 +276,7 @@ template <class T> struct Attention {
 
     // to[j] += sum_i p[j][i] x[i]
     template <int Q> void scatter(Scores p, int count, const T* x, T* to) const {
-        in_pieces<TILE, 1>(count, [&](auto some, int first) {
+        in_pieces<ACROSS, 1>(count, [&](auto some, int first) {
             constexpr int K = decltype(some)::value;
             wide<T> weight[K][Q];
             for (int j = 0; j < K; ++j)
@@ -441,7 +444,7 @@ template <class T> void run_PRODUCT(const Call<T>& c) {
             const T* b = c.p[1] + int64_t(m) * inner * columns * s + at;
             T* y = c.p[2] + int64_t(m) * rows * columns * s + at;
             in_pieces<TILE, 1>(rows, [&](auto q, int i) {
-                in_pieces<TILE, 1>(columns, [&](auto r, int j) {
+                in_pieces<ACROSS, 1>(columns, [&](auto r, int j) {
                     constexpr int Q = decltype(q)::value, R = decltype(r)::value;
                     wide<T> sum[Q][R] = {};
                     inner_products(inner, a + i * a_row, a_row, a_step, b + j * b_column, b_column, b_step, sum);

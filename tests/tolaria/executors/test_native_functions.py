@@ -53,6 +53,7 @@ FUNCTIONS = {
         F.relu(x + x, inplace=True) + F.leaky_relu(2 * x, inplace=True) + F.relu6(x + 1, inplace=True)
     ),
     "results used twice": lambda x: (y := F.gelu(x)) * y + F.relu(y),
+    "results added twice": lambda x: (y := x * x) + x.sin() + y,
 }
 
 

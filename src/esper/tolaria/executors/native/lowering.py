@@ -194,6 +194,8 @@ class Lowering:
     _tape: list[tuple[Value, Backward]] = field(default_factory=list)
     _grads: dict[int, Rows] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
+    _running: int = -1
+    """The first row of the gradient whose rule is being written: the rule may still read it."""
     _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
     # -- for rules -----------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class Lowering:
             self._users[rows.first] = self._users.get(rows.first, 0) + 1
             return
         self._users[old.first] -= 1
-        new = old if not self._users[old.first] else self.rows(old.size)
+        new = old if not self._users[old.first] and old.first != self._running else self.rows(old.size)
         sizes = loop((x.size,), (1,), (1,), (1,))
         self.emit(Operation.COMBINE, old, rows, new, sizes=sizes, flag=ADDED, numbers=(1.0,))
         self._grads[id(x)] = new
@@ -319,7 +321,7 @@ class Lowering:
     def gradient(self, x: Value) -> Rows:
         """The gradient of a value that needs one so far, zero at first; the caller adds to it."""
         old = self._grads.get(id(x))
-        if old is not None and self._users[old.first] == 1:
+        if old is not None and self._users[old.first] == 1 and old.first != self._running:
             return old
         new = self.rows(x.size)
         if old is None:
@@ -347,6 +349,7 @@ class Lowering:
             grad = self._grads.pop(id(y), None)
             if grad is not None:
                 self._users[grad.first] -= 1
+                self._running = grad.first
                 backward(grad)
 
     def _spread_out(self, place: Place, shape: Dims, grad: Place | None) -> Value:

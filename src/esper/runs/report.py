@@ -11,10 +11,10 @@ import torch
 
 from esper.leyline.lifecycle import HAS_MODULE, LifecycleOp, SeedStage
 from esper.leyline.settings import Count, NotNegative
+from esper.leyline.shapley import shapley_values
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.simic.shapley import shapley_values
 from esper.tasks.losses import perplexity
 from esper.telemetry.machine import device_name
 from esper.tolaria.state import RolloutStats, StepReport
@@ -95,12 +95,14 @@ def round_line(
 
 
 def shapley_of(stats: RolloutStats) -> np.ndarray:
-    """Shapley value (pp) of each live seed at the end of the episode [N, S]; NaN if not measured."""
-    if stats.subset_acc.shape[1] == 0:
-        return np.full(stats.stage.shape, np.nan)
+    """Shapley value (pp) of each live seed at the end of the episode [N, S]; NaN if a subset was not measured."""
     live = np.isin(stats.stage, tuple(HAS_MODULE)) & (stats.alpha > 0.0)
-    values = shapley_values(torch.from_numpy(stats.subset_acc), torch.from_numpy(live)).numpy()
-    return np.where(live, values, np.nan)
+    found = np.full(live.shape, np.nan, dtype=stats.subset_acc.dtype)
+    for n, accuracy in enumerate(stats.subset_acc):
+        subsets = accuracy[: 2 ** live[n].sum()].tolist()
+        if len(subsets) == 2 ** live[n].sum():
+            found[n, live[n]] = shapley_values(subsets)
+    return found
 
 
 @final

@@ -260,6 +260,9 @@ EVALUATIONS = Table(
     ),
 )
 
+TRAINED, CONSTANT = "trained", ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
+"""Controllers of an evaluation: the one of the run, and those that do the same in every episode."""
+
 TABLES: tuple[Table, ...] = (
     RUNS, ROUNDS, EPISODES, STEPS, DECISIONS, SLOTS, SEEDS, REWARDS, COALITIONS, UPDATES, ANOMALIES, EVALUATIONS,
 )  # fmt: skip

@@ -248,7 +248,7 @@ RUNS = [
 OUTSIDE = [
     _m("export: the seeds of the first host are saved with any other",
        "at = row * engine.spec.num_slots + s", "at = s", "tests/export"),
-    _m("export: a NaN in one of two outputs is no difference",
+    _m("export: a NaN in one of two outputs is not a difference",
        "off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())",
        "off = torch.where((a == b) | a.isnan() | b.isnan(), 0.0, (a - b).abs())", "tests/export", "difference"),
     _m("api: the timeline shows the cooldown",

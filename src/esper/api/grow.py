@@ -389,7 +389,7 @@ def _client(
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config)
-        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
+        warn(f"{warning} Using the one {found.place} instead." for warning in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str | Path):
         if controller == STATIC and not config.architecture:

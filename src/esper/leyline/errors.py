@@ -85,15 +85,15 @@ def in_a_sentence() -> Iterator[None]:
             "permissions there, or name another."
         ) from error
     except (MemoryError, RuntimeError, ValueError) as error:
-        said = in_words(error)
-        if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+        message = in_words(error)
+        if isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY):
             raise OperatingSystemError(
                 f"there is not enough memory ({str(error).partition(chr(10))[0] or type(error).__name__}); use fewer "
                 "hosts, smaller batches or a smaller network."
             ) from error
         if isinstance(error, RecursionError):
             raise OperatingSystemError("a file, a network or another value is nested too deeply.") from error
-        if isinstance(error, UnicodeEncodeError) or "null byte" in said or "null character" in said:
+        if isinstance(error, UnicodeEncodeError) or "null byte" in message or "null character" in message:
             raise OperatingSystemError(f"a path or a text has a character that is not allowed: {error}.") from error
         raise
 

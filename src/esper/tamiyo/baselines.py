@@ -237,7 +237,7 @@ _MAKERS: dict[str, PolicyMaker] = {
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": Heuristic,
     "explore_then_commit": ExploreThenCommit,
-    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.architectures`)
+    STATIC: WaitOnly,  # the comparison gives the hosts a structure (`VectorizedEngine.architectures`)
 }
 BASELINES = tuple(_MAKERS)
 """Those of this package."""

@@ -325,7 +325,7 @@ def is_run(path: Path) -> bool:
 def require_run(path: Path) -> None:
     """Raise RunDirectoryError unless `path` holds a run that this version can read."""
     if not (path / CONFIG).is_file():
-        has = "has a config.toml that is no file" if mode_of(path / CONFIG) else "has no config.toml"
+        has = "has a config.toml that is not a file" if mode_of(path / CONFIG) else "has no config.toml"
         found = has if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
     about = about_of(path)

@@ -416,7 +416,7 @@ def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[
     groups = []
     for config, run, seed in zip(configs, runs, own, strict=True):
         found = known.trained(run, config, best=best)
-        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
+        warn(f"{warning} Using the one {found.place} instead." for warning in found.warnings)
         groups.append(Group(config=config, seed=seed, run=run, trained=found))
     return groups
 
@@ -496,7 +496,7 @@ class _Session:
     def runs(self, name: str, first: Sequence[Outcome], budget: float) -> Iterator[Sequence[Outcome]]:
         """The first run of a controller, and as many others on the same hosts as the budget pays for.
 
-        Those that start with what another controller has grown stay alone: they are no method of their own.
+        Those that start with what another controller has grown stay alone: they are not methods of their own.
         """
         yield first
         cost = float(np.mean([spent(outcome) for outcome in first]))

@@ -256,7 +256,7 @@ class TrainingHosts:
     Args:
         config: of the run whose hosts these are.
         num_envs: N.
-        progress: told of every control step.
+        progress: advances with every control step.
     """
 
     def __init__(self, config: RunConfig, num_envs: int, progress: PassProgress | None = None) -> None:
@@ -519,7 +519,7 @@ _LEAST_HOSTS = 4
 
 @final
 class Watching(WaitOnly):
-    """Waits, and keeps the features of the hosts in some steps, which are no input of a decision."""
+    """Waits, and keeps the features of the hosts in some steps, which are not inputs of a decision."""
 
     def __init__(self, spec: EngineSpec, steps: Sequence[int]) -> None:
         super().__init__(spec)

@@ -176,7 +176,9 @@ def from_stored(
     _check_names(name, class_names, objective)
     return Dataset(
         identity=identity,
-        **splits,
+        train=splits["train"],
+        val=splits["val"],
+        test=splits["test"],
         num_classes=objective.num_classes if isinstance(objective, Classification) else 0,
         inputs=inputs,
         augmentation=augmentation_of(augmentation, structures[0]),

@@ -132,23 +132,21 @@ class Record:
 
         return self._run(sql, (), fetch)
 
-    def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
+    def frame(self, sql: str) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
         with _needed("pandas"):
             import pandas
-        return self._run(sql, params, lambda found: pandas.DataFrame(found.df()))
+        return self._run(sql, (), lambda found: pandas.DataFrame(found.df()))
 
-    def polars(self, sql: str, params: Sequence[object] = ()) -> "polars.DataFrame":
+    def polars(self, sql: str) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
         with _needed("polars"):
             import polars
-        return self._run(
-            sql,
-            params,
-            lambda found: polars.DataFrame(
-                found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None
-            ),
-        )
+
+        def fetch(found: duckdb.DuckDBPyConnection) -> "polars.DataFrame":
+            return polars.DataFrame(found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None)
+
+        return self._run(sql, (), fetch)
 
     def anomaly_lines(self) -> list[str]:
         """A line for each kind of anomaly, with its rounds and advice."""

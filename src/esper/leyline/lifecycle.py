@@ -116,7 +116,8 @@ class LifecycleOp(IntEnum):
     ADVANCE = 5
 
 
-NUM_OPS = len(LifecycleOp)
+OP_NAMES = tuple(op.name for op in LifecycleOp)
+NUM_OPS = len(OP_NAMES)
 
 
 class Head(IntEnum):
@@ -208,7 +209,7 @@ HEADS: tuple[HeadSpec, ...] = (
     HeadSpec("alpha_target", ALPHA_TARGET_NAMES, _RETARGET, 2, 1.2, 0.10, 0.1),
     HeadSpec("alpha_speed", ALPHA_SPEED_NAMES, _RAMP, 0, 1.2, 0.10, 0.1),
     HeadSpec("alpha_curve", ALPHA_CURVE_NAMES, _RAMP, 0, 1.2, 0.10, 0.1),
-    HeadSpec("op", tuple(op.name for op in LifecycleOp), _ALL, 0, 1.0, 0.30, 0.3),
+    HeadSpec("op", OP_NAMES, _ALL, 0, 1.0, 0.30, 0.3),
 )
 """The head table, in storage order."""
 

@@ -19,6 +19,7 @@ from esper.leyline.lifecycle import (
     HAS_MODULE,
     HEAD_NAMES,
     HEADS,
+    OP_NAMES,
     RELEVANCE,
     Head,
     LifecycleOp,
@@ -31,7 +32,7 @@ from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.machine import environment, version
-from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
+from esper.telemetry.record.schema import FLAG, TERM
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
 from esper.telemetry.sinks import Hub

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
-from esper.leyline.lifecycle import LifecycleOp
+from esper.leyline.lifecycle import OP_NAMES
 from esper.leyline.messages import EngineSpec
 from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
@@ -172,7 +172,7 @@ def _reference(rows: Sequence[ControllerResult]) -> str:
 
 def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     """The tables of a comparison, one line for each controller."""
-    reference, names = _reference(rows), [op.name for op in LifecycleOp]
+    reference, names = _reference(rows), OP_NAMES
     tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
         (
             ("controller", "100·J", "IQM", f"vs {reference}", "better"),

@@ -25,6 +25,7 @@ import duckdb
 
 from esper.leyline.errors import QueryError, RunDirectoryError
 from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
+from esper.leyline.lifecycle import OP_NAMES
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
@@ -33,7 +34,6 @@ from esper.telemetry.record.schema import (
     EPISODES,
     EVALUATIONS,
     FLAG,
-    OP_NAMES,
     REWARDS,
     ROUNDS,
     RUNS,

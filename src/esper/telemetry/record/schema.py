@@ -7,9 +7,7 @@ applicable.
 
 from typing import NamedTuple
 
-from esper.leyline.lifecycle import LifecycleOp
-
-OP_NAMES = tuple(op.name for op in LifecycleOp)
+from esper.leyline.lifecycle import OP_NAMES
 
 
 class Column(NamedTuple):

@@ -12,7 +12,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.files import expanded
+from esper.leyline.tensor_dataclass import state_digest
 
 Model: TypeAlias = Callable[[], nn.Module]
 """Gives a new network in every call."""
@@ -98,15 +98,8 @@ def started(model: Model | nn.Module, weights: Weights | None) -> tuple[Model, s
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    """Of names and values, whatever their order."""
-    found = sha256()
-    for name in sorted(state):
-        if isinstance(value := state[name], Tensor) and not is_lazy(value):
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            found.update(
-                f"{name}|{value.dtype}|{tuple(value.shape)}|".encode() + flat.view(torch.uint8).numpy().tobytes()
-            )
-    return found.hexdigest()
+    """Of the tensors that have a shape already."""
+    return state_digest({name: x for name, x in state.items() if isinstance(x, Tensor) and not is_lazy(x)})
 
 
 def _read(path: Path) -> object:

@@ -29,6 +29,7 @@ import tomli_w
 
 from esper.leyline.errors import RunDirectoryError, command, in_shell, option
 from esper.leyline.files import (
+    Closing,
     draft_of,
     is_draft,
     lock,
@@ -96,7 +97,7 @@ def _encoded(line: Mapping[str, object]) -> str:
 
 
 @final
-class RunDirectory:
+class RunDirectory(Closing):
     """A run directory locked and open for writing; made by `create` or `reopen`."""
 
     def __init__(self, path: Path, names: Iterable[str]) -> None:
@@ -274,12 +275,6 @@ class RunDirectory:
         for file in self._files.values():
             with suppress(OSError):
                 file.close()
-
-    def __enter__(self) -> "RunDirectory":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def checkpoints(self) -> Path:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from esper.leyline.errors import ConfigError, RegistryError, in_words, nearest
-from esper.leyline.files import read_text, read_toml
+from esper.leyline.files import Closing, read_text, read_toml
 from esper.leyline.messages import ClosingSink, Sink
 from esper.telemetry.progress import warn
 from esper.telemetry.run_directory import CONFIG
@@ -135,7 +135,7 @@ class _Receiver:
 
 
 @final
-class Hub:
+class Hub(Closing):
     """Passes every record to every listener and sink; a context manager that closes the sinks."""
 
     def __init__(self, listeners: Mapping[str, Sink]) -> None:
@@ -191,12 +191,6 @@ class Hub:
         for receiver in self._receivers:
             if receiver.is_sink and receiver.sink is not None:
                 _close(receiver, receiver.sink)
-
-    def __enter__(self) -> "Hub":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def num_lost(self) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import duckdb
 
 from esper.leyline.errors import QueryError, RunDirectoryError
-from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
+from esper.leyline.files import Closing, json_of, mode_of, open_to_read, read_text, toml_of
 from esper.leyline.lifecycle import OP_NAMES
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 @final
-class Record:
+class Record(Closing):
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
     def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
@@ -165,12 +165,6 @@ class Record:
     def close(self) -> None:
         """Close the database."""
         self._database.close()
-
-    def __enter__(self) -> "Record":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self, sql: str, params: Sequence[object], fetch: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
         """What `fetch` takes from the result."""

@@ -3,8 +3,12 @@
 import difflib
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E")
 
 
 class EsperError(Exception):
@@ -108,6 +112,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{hint} names: {', '.join(names)}."
+
+
+def registering(kind: str, name: str, table: dict[str, E], entry: Callable[[T], E]) -> Callable[[T], T]:
+    """A decorator that puts the entry of what it decorates into a table of its kind.
+
+    Raises:
+        RegistryError: the name is taken, which is found before anything is decorated.
+    """
+    if name in table:
+        raise RegistryError(f"a {kind} named {name!r} is registered already; choose another name.")
+
+    def register(made: T) -> T:
+        table[name] = entry(made)
+        return made
+
+    return register
 
 
 _readers = ["python"]

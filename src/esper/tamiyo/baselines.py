@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.errors import RegistryError, nearest
+from esper.leyline.errors import RegistryError, nearest, registering
 from esper.leyline.lifecycle import (
     GROWING,
     HEADS,
@@ -249,14 +249,7 @@ def register_policy(name: str) -> Callable[[PolicyMaker], PolicyMaker]:
     Raises:
         RegistryError: the name is taken.
     """
-    if name in _MAKERS:
-        raise RegistryError(f"a policy named {name!r} is registered already; choose another name.")
-
-    def register(make: PolicyMaker) -> PolicyMaker:
-        _MAKERS[name] = make
-        return make
-
-    return register
+    return registering("policy", name, _MAKERS, lambda make: make)
 
 
 def policy_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from esper.leyline.errors import ConfigError, RegistryError, in_words, nearest
+from esper.leyline.errors import ConfigError, in_words, nearest, registering
 from esper.leyline.files import Closing, read_text, read_toml
 from esper.leyline.messages import ClosingSink, Sink
 from esper.telemetry.progress import warn
@@ -57,14 +57,7 @@ def register_listener(name: str) -> Callable[[SinkFactory], SinkFactory]:
     Raises:
         RegistryError: the name is taken.
     """
-    if name in _LISTENERS:
-        raise RegistryError(f"a listener named {name!r} is registered already; choose another name.")
-
-    def register(factory: SinkFactory) -> SinkFactory:
-        _LISTENERS[name] = factory
-        return factory
-
-    return register
+    return registering("listener", name, _LISTENERS, lambda factory: factory)
 
 
 @contextmanager
@@ -87,14 +80,7 @@ def register_sink(name: str, *, kinds: Collection[str] | None = None) -> Callabl
     Raises:
         RegistryError: the name is taken.
     """
-    if name in SINKS:
-        raise RegistryError(f"a sink named {name!r} exists already; choose another name.")
-
-    def register(factory: SinkFactory) -> SinkFactory:
-        SINKS[name] = SinkKind(make=factory, kinds=kinds)
-        return factory
-
-    return register
+    return registering("sink", name, SINKS, lambda factory: SinkKind(make=factory, kinds=kinds))
 
 
 def require_sinks(names: Iterable[str]) -> None:

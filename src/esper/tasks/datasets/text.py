@@ -9,7 +9,7 @@ the memory, for a text of gigabytes as for a batch.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -178,7 +178,7 @@ class Shakespeare:
                     f"{self.context + 1} (context + 1) there; use a longer text or a shorter context."
                 )
         splits = [windows(part.astype(np.int16), self.context) for part in parts]
-        return _dataset(SHAKESPEARE, path, content, splits, self, ByteTokenizer())
+        return _dataset(SHAKESPEARE, path, content, splits, self, ByteTokenizer(), {})
 
 
 @final
@@ -213,7 +213,7 @@ class Stories:
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
         test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
         more = {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
-        return _dataset(STORIES, path, content, (train, val, test), self, self.tokenizer, **more)
+        return _dataset(STORIES, path, content, (train, val, test), self, self.tokenizer, more)
 
     def _split(self, stories: Iterable[bytes]) -> Split:
         storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
@@ -249,7 +249,7 @@ def _dataset(
     splits: Sequence[Split],
     loader: Shakespeare | Stories,
     tokenizer: Tokenizer,
-    **more: PlainValue,
+    more: Mapping[str, PlainValue],
 ) -> Dataset:
     """The windows of the training, validation and test part; `more` decides them besides the file."""
     train, val, test = splits

@@ -20,7 +20,7 @@ import tyro
 from torch import Tensor
 
 import esper.gym
-from esper.gym.spaces import action_mask, lawful, observation_of
+from esper.gym.spaces import action_mask, legal_actions, observation_of
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.runs.assembly.assemble import device_of, engine_of
 from esper.runs.assembly.presets import resolve
@@ -66,7 +66,7 @@ class Player:
         """Look, and play the actions of this step."""
         seen = observation_of(obs.slots, obs.hosts, obs.t, obs.episode_length, self.spec.num_blueprints)
         host_read(seen, action_mask(obs.legal, obs.has_gate, self.selectable), obs.legal)
-        return lawful(self.actions[obs.t - 1], obs.legal, obs.has_gate, self.selectable)[0]
+        return legal_actions(self.actions[obs.t - 1], obs.legal, obs.has_gate, self.selectable)[0]
 
     def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
         """Add what was earned."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import duckdb
 import tyro
 
+from esper.leyline.lifecycle import OP_NAMES
 from esper.telemetry.record.reader import Record, open_record
-from esper.telemetry.record.schema import OP_NAMES
 from esper.telemetry.record.writer import part_of, sha256_of
 from esper.telemetry.run_directory import ABOUT, FORMAT, RECORD
 

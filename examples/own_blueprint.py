@@ -1,4 +1,4 @@
-"""A blueprint of your own: what the controller may plant in a slot. Fifteen seconds.
+"""A blueprint of your own: what the controller may grow in a slot. Fifteen seconds.
 
 python examples/own_blueprint.py
 """

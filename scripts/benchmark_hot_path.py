@@ -210,13 +210,13 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
 
 
 def baseline_of(path: Path, options: Options) -> dict[str, float]:
-    """EPS by setting of an earlier run; raises ConfigError if the file is no result or has another size."""
+    """EPS by setting of an earlier run; raises ConfigError if the file is not a result or has another size."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         size = {name: content["config"][name] for name in SIZE}
         speed = {row["setting"]: float(row["eps"]) for row in content["results"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no result of this script ({error}); write one with --json FILE.") from error
+        raise ConfigError(f"{path} is not a result of this script ({error}); write one with --json FILE.") from error
     own = {name: getattr(options, name) for name in SIZE}
     if size != own:
         raise ConfigError(f"{path} was measured with {size}, this run with {own}; use the same options.")

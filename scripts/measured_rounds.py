@@ -110,7 +110,7 @@ class Setting:
         for pair in filter(None, text.split(",")):
             name, separator, value = pair.partition("=")
             if not separator:
-                raise ConfigError(f"the setting {pair!r} is no assignment; write NAME=VALUE, e.g. executor=fused.")
+                raise ConfigError(f"the setting {pair!r} is not an assignment; write NAME=VALUE, e.g. executor=fused.")
             try:
                 given = tomllib.loads(f"value = {value}")["value"]
             except tomllib.TOMLDecodeError:

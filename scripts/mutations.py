@@ -51,6 +51,8 @@ LEYLINE = [
     _m("leyline: rows of a host begin one host late",
        "value.unflatten(0, (num_envs, per_host))[chosen]", "value.unflatten(0, (num_envs, per_host)).roll(-1, 0)[chosen]",
        "tests/leyline tests/tolaria", "tree"),
+    _m("leyline: Shapley values weigh coalitions by the wrong size",
+       "share[a.bit_count()] *", "share[max(a.bit_count() - 1, 0)] *", "tests/leyline", "shapley"),
 ]
 RULES = [
     _m("kasmina: PRUNE of an inactive seed is scheduled instead of immediate",
@@ -146,8 +148,6 @@ AGENT = [
        "stopped = stopped | exceeded", "stopped = stopped | (exceeded & stopped)", "tests/simic", "ppo"),
     _m("simic: Adam does not correct its step size",
        "(lr / (1.0 - beta1**step)).to(", "(lr / (1.0 - beta1 * 0.0 * step)).to(", "tests/simic", "adam"),
-    _m("simic: Shapley values weigh subsets by the wrong size",
-       "before = size - member\n", "before = size - 1 if size else 0\n", "tests/simic", "shapley"),
 ]
 REWARDS = [
     _m("simic: parameters raise the sparse reward",
@@ -248,7 +248,7 @@ RUNS = [
 OUTSIDE = [
     _m("export: the seeds of the first host are saved with any other",
        "at = row * engine.spec.num_slots + s", "at = s", "tests/export"),
-    _m("export: a NaN in one of two outputs is no difference",
+    _m("export: a NaN in one of two outputs is not a difference",
        "off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())",
        "off = torch.where((a == b) | a.isnan() | b.isnan(), 0.0, (a - b).abs())", "tests/export", "difference"),
     _m("api: the timeline shows the cooldown",

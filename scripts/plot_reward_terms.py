@@ -41,7 +41,7 @@ from esper.tamiyo.scripted import canonical_action
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import register_task, task_by_name
-from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SKY, VIOLET, dress
+from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SKY, VIOLET, label_axes
 from esper.telemetry.report.figures import STAGES as LIVE_STAGES
 from recorded_reward import RecordedReward
 
@@ -130,7 +130,7 @@ def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
 def accuracy(ax: Axes, played: Episode) -> None:
     """Accuracy of the host."""
     steps = np.arange(1, len(played.seen) + 1)
-    dress(ax, "Accuracy", "validation, %; the host alone would follow the grey line")
+    label_axes(ax, "Accuracy", "validation, %; the host alone would follow the grey line")
     ax.plot(steps, [null.host_accuracy(t) for t in steps], color="#c3ccd4", linewidth=2.2)
     ax.plot(steps, played.column("val_acc"), color=BLUE, linewidth=2.2)
     ax.plot(steps, played.column("committed_acc"), color=ORANGE, linewidth=2.2, linestyle=(0, (4, 2)))
@@ -143,7 +143,7 @@ def accuracy(ax: Axes, played: Episode) -> None:
 
 def slots(ax: Axes, played: Episode) -> None:
     """Stages of the slots before the operation of each step, and the operations."""
-    dress(ax, "Slots", "stages before the operation of each step; marks are operations that took effect")
+    label_axes(ax, "Slots", "stages before the operation of each step; marks are operations that took effect")
     ax.grid(visible=False)
     for t, inputs in enumerate(played.seen, start=1):
         for slot, stage in enumerate(inputs.slots.stage[0].tolist()):
@@ -184,7 +184,7 @@ def groups(played: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
 
 def term(ax: Axes, played: Episode, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """One term, step by step."""
-    dress(ax, name, "")
+    label_axes(ax, name, "")
     ax.title.set_fontfamily("DejaVu Sans Mono")
     steps = np.arange(1, len(played.seen) + 1)
     ax.axhline(0.0, color=FAINT, linewidth=0.8)
@@ -204,7 +204,7 @@ def term(ax: Axes, played: Episode, name: str, modes: Mapping[tuple[str, ...], n
 
 def last_step(ax: Axes, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """A term that several modes have in the last step only: one bar per mode."""
-    dress(ax, name, "in the last step")
+    label_axes(ax, name, "in the last step")
     ax.title.set_fontfamily("DejaVu Sans Mono")
     values = [series[-1] for series in modes.values()]
     ax.barh(range(len(modes)), values, color=[COLORS[paying[0]] for paying in modes], height=0.55)

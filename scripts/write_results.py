@@ -29,7 +29,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from esper.telemetry.record.reader import open_record
-from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, dress, seed_lanes
+from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, label_axes, seed_lanes
 from esper.telemetry.report.payloads import round_of, rounds_of
 from write_benchmarks import between_markers
 
@@ -198,7 +198,7 @@ def timelines(run: Path) -> Figure:
     typical = {kind: sorted(hosts, key=itemgetter("objective"))[len(hosts) // 2] for kind, hosts in kinds.items()}
     figure = Figure(figsize=(9.0, 1.0 + 0.9 * len(typical)), layout="constrained")
     axes = figure.subplots()
-    dress(axes, f"Round {found.last}", "one host of each kind, with its 100·J; colour: stage, height: alpha")
+    label_axes(axes, f"Round {found.last}", "one host of each kind, with its 100·J; colour: stage, height: alpha")
     lanes = {f"{kind}, {host['objective']:.0f}": host["segments"] for kind, host in sorted(typical.items())}
     seed_lanes(axes, lanes, about["slots"], about["episode_length"])
     axes.set_xlabel("control step")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from esper.gym.spaces import action_mask, lawful, observation_of, observation_space
+from esper.gym.spaces import action_mask, legal_actions, observation_of, observation_space
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import CANONICAL_ACTION, HEADS, RELEVANCE, Head, LifecycleOp, SeedStage, Style, head_sizes
 from esper.leyline.tensor_dataclass import replace
@@ -61,7 +61,7 @@ def test_the_mask_of_a_head_holds_what_some_legal_action_has_there(state):
 @given(states(), st.tuples(*(st.integers(0, size - 1) for size in SIZES)))
 def test_an_action_is_executed_as_it_is_or_becomes_wait(state, action):
     legal, has_gate = state
-    taken, illegal = lawful(torch.tensor([action]), legal, has_gate, SELECTABLE)
+    taken, illegal = legal_actions(torch.tensor([action]), legal, has_gate, SELECTABLE)
     fine = allowed(action, legal[0], has_gate[0])
     assert illegal.tolist() == [not fine]
     reads = RELEVANCE[action[Head.OP]] if fine else RELEVANCE[Op.WAIT]

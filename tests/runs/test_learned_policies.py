@@ -141,7 +141,7 @@ def _without_statistics(path: Path, learned: dict[str, torch.Tensor]) -> None:
         (_missing, "there is no policy file "),
         (_text, "mine.safetensors cannot be read: "),
         (_edited, "mine.safetensors does not match its checksum"),
-        (_another_format, "is no learned policy of this version (its format is 'esper learned policy 0', expected"),
+        (_another_format, "is not a learned policy of this version (its format is 'esper learned policy 0', expected"),
         (_no_policy, "mine.safetensors has no policy among ['weight']"),
         (_of_other_features, "'network.host_net.weight' is (8, 7) torch.float32, expected (8, 25)"),
         (

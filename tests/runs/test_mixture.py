@@ -60,7 +60,7 @@ def test_tasks_take_turns_and_every_round_trains_the_one_policy(undisturbed: Pat
     about, state = read_state(undisturbed / STATE)
     policy = read_learned(undisturbed / POLICY)
     assert all(torch.equal(x, state[f"policy.{name}"]) for name, x in policy.items())
-    assert state["policy.counters"].tolist() == [4, 4, 0]  # updates, those with a step of the optimizer, barren ones
+    assert state["policy.counters"].tolist() == [4, 4, 0]  # updates, those with a step of the optimizer, failed ones
     assert about["scales"] == [0, 1, 2]
     scales = [float(state[f"scale.{i}.returns.var"]) for i in range(3)]
     assert len(set(scales)) == 3  # that of the returns is the only thing that a task has for itself

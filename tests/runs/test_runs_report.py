@@ -101,6 +101,20 @@ def test_shapley_values_stand_in_the_slots_of_their_seeds() -> None:
     assert np.isnan(nothing).all()
 
 
+def test_shapley_values_skip_the_slots_without_a_live_seed() -> None:
+    stage, alpha = np.full((1, 3), int(SeedStage.FOSSILIZED)), np.array([[1.0, 0.0, 1.0]], dtype=np.float32)
+    subsets = np.array([[50.0, 60.0, 55.0, 75.0, NAN, NAN, NAN, NAN]], dtype=np.float32)
+    np.testing.assert_allclose(shapley_of(stats(stage=stage, alpha=alpha, subset_acc=subsets)), [[15.0, NAN, 10.0]])
+
+
+def test_hosts_with_more_seeds_than_subsets_or_with_a_missing_one_have_no_shapley_values() -> None:
+    stage, alpha = np.full((3, 2), int(SeedStage.FOSSILIZED)), np.ones((3, 2), dtype=np.float32)
+    subsets = np.array([[50.0, NAN, 55.0, 75.0], [50.0, 60.0, 55.0, 75.0], [50.0, 60.0, 55.0, 75.0]], dtype=np.float32)
+    found = shapley_of(stats(stage=stage, alpha=alpha, subset_acc=subsets))
+    np.testing.assert_allclose(found, [[NAN, NAN], [15.0, 10.0], [15.0, 10.0]])
+    assert np.isnan(shapley_of(stats(stage=stage, alpha=alpha, subset_acc=subsets[:, :2]))).all()
+
+
 def test_a_round_is_a_line_of_means_over_its_hosts() -> None:
     cost = Cost(env_steps=32, steps=16, reads=16, seconds=4.0, update_seconds=1.0)
     line = round_line(stats(), cost, {"lr": 0.1}, WEIGHTS)

@@ -186,9 +186,9 @@ def test_a_restored_client_goes_on_bit_for_bit(make_client, make_engine):
 
 def test_every_counter_of_the_learner_survives_a_restart(make_client):
     client, other = make_client(HOSTS), make_client(HOSTS)
-    client.updates, client.agent.schedule_position, client.agent.barren_updates = 7, 5, 2
+    client.updates, client.agent.schedule_position, client.agent.failed_updates = 7, 5, 2
     other.load_state_dict(client.state_dict())
-    assert (other.updates, other.agent.schedule_position, other.agent.barren_updates) == (7, 5, 2)
+    assert (other.updates, other.agent.schedule_position, other.agent.failed_updates) == (7, 5, 2)
 
 
 def test_a_state_that_is_kept_does_not_change_with_the_client(make_client, make_engine):

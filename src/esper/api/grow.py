@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,6 @@ from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
-from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import PassProgress, RunConsole, RunProgress, warn
 from esper.telemetry.run_directory import CONFIG, EVENTS, plain_json
 from esper.tolaria.runtime import host_read
@@ -321,47 +319,52 @@ def grow(
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if steps is not None and steps < 1:
         raise ConfigError(f"steps is {steps}; it must be at least 1.")
+    run = None if method in METHODS else _run_of(method)
     if method in METHODS:
         if best_of != 1:
             raise ConfigError(
                 f"best_of is {best_of}, but method {method!r} chooses the candidates itself; leave it out."
             )
-        with in_process(spec):
-            config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
-            out = console(progress)
-            race = partial(_raced, config, seed=seed, steps=steps, keep=keep, out=out)
-            try:
-                grown, board, stopped = race(method, budget, file=None if unfinished is None else expanded(unfinished))
-                for other in beside:
-                    if stopped:
-                        break
-                    _, rival, stopped = race(other, Budget(flops=board.budget, params=budget.params))
-                    if not stopped:
-                        grown.beside[other] = rival
-            except KeyboardInterrupt:
-                raise Stopped("stopped; nothing was kept") from None
-            return grown
-    run = _run_of(method)
-    if budget.minutes or budget.flops or keep != "last" or unfinished or beside:
+    elif budget.minutes or budget.flops or keep != "last" or unfinished or beside:
         raise ConfigError(
             f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave minutes, "
             f"FLOPs, keep, beside and unfinished out, or choose a method: {', '.join(METHODS)}."
         )
-    if "num_envs" in settings:
+    elif "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
-    changes = given(settings, task=spec.name, episode_length=steps, device=device)
-    with ExitStack() as stack:
-        stack.enter_context(in_process(spec))
-        if run is not None and run.task is not None and run.task.name != spec.name:
-            stack.enter_context(in_process(run.task))
-        config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
-        # one episode is shorter than a compilation
-        config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
-        name, make = _client(spec, method, run, config)
-        try:
-            return _grown(config, make, name, best_of, budget, seed, console(progress))
-        except KeyboardInterrupt:
-            raise Stopped("stopped; nothing was kept") from None
+    of_run = run.task if run is not None and run.task is not None and run.task.name != spec.name else None
+    out = console(progress)
+    try:
+        with in_process(spec), in_process(of_run):
+            if method in METHODS:
+                config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
+                race = partial(_raced, config, seed=seed, steps=steps, keep=keep, out=out)
+                return _with_rivals(race, method, budget, beside, unfinished)
+            changes = given(settings, task=spec.name, episode_length=steps, device=device)
+            config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
+            # one episode is shorter than a compilation
+            config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
+            return _grown(config, *_client(method, run, config), best_of, budget, seed, out)
+    except KeyboardInterrupt:
+        raise Stopped("stopped; nothing was kept") from None
+
+
+def _with_rivals(
+    race: Callable[..., tuple[Grown, Leaderboard, bool]],
+    method: Method,
+    budget: Budget,
+    rivals: Sequence[Method],
+    unfinished: Path | str | None,
+) -> Grown:
+    """The network of a race, and the leaderboards of rivals that spend as much, until Ctrl-C ends one of them."""
+    grown, board, stopped = race(method, budget, file=None if unfinished is None else expanded(unfinished))
+    for rival in rivals:
+        if stopped:
+            break
+        _, other, stopped = race(rival, Budget(flops=board.budget, params=budget.params))
+        if not stopped:
+            grown.beside[rival] = other
+    return grown
 
 
 def _run_of(controller: Controller) -> Run | None:
@@ -381,12 +384,12 @@ def _run_of(controller: Controller) -> Run | None:
 
 
 def _client(
-    spec: TaskSpec, controller: Controller, run: Run | None, config: RunConfig
+    controller: Controller, run: Run | None, config: RunConfig
 ) -> tuple[str, Callable[[EngineSpec], ClientProtocol]]:
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config)
-        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
+        warn(f"{warning} Using the one {found.place} instead." for warning in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str | Path):
         if controller == STATIC and not config.architecture:
@@ -405,8 +408,8 @@ def _client(
 
 def _grown(
     config: RunConfig,
-    make: Callable[[EngineSpec], ClientProtocol],
     name: str,
+    make: Callable[[EngineSpec], ClientProtocol],
     best_of: int,
     budget: Budget,
     seed: int,

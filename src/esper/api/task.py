@@ -33,9 +33,8 @@ from esper.tasks.datasets.arrays import (
     Examples,
     Stored,
     StructuredInputs,
-    augmentation_of,
     check_finite,
-    from_arrays,
+    from_stored,
     stored,
 )
 from esper.tasks.losses import (
@@ -211,29 +210,21 @@ class Task:
         min_training_epochs: int = 3,
         seed: int = 0,
     ) -> None:
-        values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "momentum": momentum}
-        trained_by = replace(optimizer_of(optimizer, values, clip), schedule=schedule, warmup=warmup)
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; it must be at least 1.")
         if train is None:
             raise DataError("train is missing; give the examples as (x, y), a data set or a DataLoader.")
+        values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "momentum": momentum}
+        trained_by = replace(optimizer_of(optimizer, values, clip), schedule=schedule, warmup=warmup)
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
-        prepare, example = _prepared(inputs, first)
-        sample = inputs_of(prepare, first.x[:_EXAMPLES].clone())
-        if example is None:  # one of several tensors may be a mask of -inf
-            check_finite("what inputs= gives of train.x", sample)
-        if not near(inputs_of(prepare, first.x[:1].clone()), sample[:1]):
-            raise ConfigError(
-                "inputs= gives another input for an example when others are beside it, so that batches would change "
-                "the data; compute it for each example alone, and give random changes as augmentation=."
-            )
-        interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
+        prepare, example, sample = _prepared(inputs, first)
         start, digest = started(model, weights)
+        interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
         host = host_of(start, slots, sample[:8], interface=interface)
         enabled = tuple(point.slot_id for point in host.points())
         drawn = replace(host, model=start.model) if isinstance(start, Loaded) else host  # guessing is not trained
         network = cast(ModuleHost, deterministic_build(lambda: drawn.build(enabled, sample[:1])))
-        if batch < 1:
-            raise ConfigError(f"batch is {batch}; it must be at least 1.")
         with seeded_generators(seed):  # the loss of guessing must be the same in every process
             found = _outputs(network, "train", sample, batch)
             for part, of in given.items():
@@ -244,33 +235,20 @@ class Task:
             if loss is None:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
-        pairs = {part: (of.x, of.y if of.y.is_floating_point() else of.y.long()) for part, of in given.items()}
-        y = pairs["train"][1]
-        if y.is_floating_point() and y.dim() == 1 and found.shape[1:] == (1,):  # one number, with and without an axis
-            pairs = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in pairs.items()}
-        if loss is None:
-            pairs = _with_classes(pairs, found.shape[1:])
-        y = pairs["train"][1]
-        objective = _objective(found, y, loss, metric, unit, blind_loss, label_smoothing)
+        given = _with_targets(given, found.shape[1:], classes=loss is None)
+        objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
         self.name = _name(name, network)
-        dataset = from_arrays(
+        dataset = from_stored(
             self.name,
-            pairs["train"],
-            pairs.get("val"),
-            pairs.get("test"),
+            given,
             objective=objective,
-            inputs=inputs,
+            inputs=prepare,
             augmentation=augmentation,
             class_names=tuple(map(str, classes)),
             run_seed=seed,
         )
-        identity = dict(dataset.identity)
-        if (first.x_structure, first.y_structure) != (None, None):
-            identity["structure"] = f"{first.x_structure}, {first.y_structure}"
         if digest is not None:  # a run does not go on with other weights
-            identity["sha256_weights"] = digest
-        change = augmentation_of(augmentation, first.x_structure)
-        dataset = replace(dataset, identity=identity, inputs=prepare, augmentation=change)
+            dataset = replace(dataset, identity={**dataset.identity, "sha256_weights": digest})
         _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
@@ -342,19 +320,26 @@ def _stored(examples: Mapping[str, Examples | None], inputs: Inputs | None, batc
     return given
 
 
-def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Structure | None]:
-    """`inputs` for stored examples, and the structure of what a network takes (None for one tensor)."""
-    if inputs is None:
-        return None, given.x_structure
-    x = given.x[:_EXAMPLES].clone()
-    found = applied(inputs, x if given.x_structure is None else given.x_structure.unpack(x))
-    try:
-        structure = None if isinstance(found, Tensor) else Structure.of(found)
-    except TypeError as error:
-        raise ConfigError(f"inputs gives {described(found)}; it must give tensors: {error}") from error
-    if structure is None and given.x_structure is None:
-        return inputs, None
-    return StructuredInputs(inputs, given.x_structure, structure), structure
+def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Structure | None, Tensor]:
+    """`inputs` for stored examples, the structure of what a network takes (None for one tensor), and some inputs."""
+    prepare, structure, x = inputs, given.x_structure, given.x[:_EXAMPLES].clone()
+    if inputs is not None:
+        found = applied(inputs, x if structure is None else structure.unpack(x.clone()))
+        try:
+            structure = None if isinstance(found, Tensor) else Structure.of(found)
+        except TypeError as error:
+            raise ConfigError(f"inputs gives {described(found)}; it must give tensors: {error}") from error
+        if (structure, given.x_structure) != (None, None):
+            prepare = StructuredInputs(inputs, given.x_structure, structure)
+    sample = inputs_of(prepare, x)
+    if structure is None:  # one of several tensors may be a mask of -inf
+        check_finite("what inputs= gives of train.x", sample)
+    if not near(inputs_of(prepare, x[:1]), sample[:1]):
+        raise ConfigError(
+            "inputs= gives another input for an example when others are beside it, so that batches would change "
+            "the data; compute it for each example alone, and give random changes as augmentation=."
+        )
+    return prepare, structure, sample
 
 
 def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
@@ -368,16 +353,28 @@ def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
                             "would depend on each other; draw from the global generators alone.")  # fmt: skip
 
 
-def _with_classes(
-    given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """One-hot targets as classes or tokens, others as they are; raises ConfigError for floats that may mean either."""
-    y = given["train"][1]
-    if y.shape[1:] != outputs:
-        return given
-    if _one_hot(y):
-        return {part: (x, of.argmax(dim=-1) if _one_hot(of) else of) for part, (x, of) in given.items()}
-    probabilities = len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
+def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, classes: bool) -> dict[str, Stored]:
+    """The splits with targets as a loss takes them; where `classes`, one-hot ones become classes or tokens.
+
+    Raises:
+        ConfigError: `classes`, and the targets are floats that may mean either.
+    """
+    targets = {part: of.y if of.y.is_floating_point() else of.y.long() for part, of in given.items()}
+    y = targets["train"]
+    if y.is_floating_point() and y.dim() == 1 and outputs == (1,):  # one number, with and without an axis
+        targets = {part: of[:, None] for part, of in targets.items()}
+        y = targets["train"]
+    if classes and y.shape[1:] == outputs:
+        if _one_hot(y):
+            targets = {part: of.argmax(dim=-1) if _one_hot(of) else of for part, of in targets.items()}
+        else:
+            _require_numbers(y)
+    return {part: of._replace(y=targets[part]) for part, of in given.items()}
+
+
+def _require_numbers(y: Tensor) -> None:
+    """Raise ConfigError for floats of the shape of the outputs that may mean classes or numbers."""
+    probabilities = y.dim() == 2 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
     if y.is_floating_point() and (probabilities or bool(((y == 0) | (y == 1)).all())):
         likely = "cross_entropy" if probabilities else "binary_cross_entropy_with_logits"
         raise ConfigError(
@@ -385,7 +382,6 @@ def _with_classes(
             f"give loss=lambda o, y: loss(o, y, reduction='none').view(len(o), -1).mean(dim=1), where loss is {likely} "
             "or mse_loss of torch.nn.functional."
         )
-    return given
 
 
 def _one_hot(y: Tensor) -> bool:

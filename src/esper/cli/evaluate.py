@@ -247,7 +247,7 @@ def _search(command: Search, config: "RunConfig", group: "Group") -> int:
     )
     require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=hosts, episodes=passes)
     with _made(folder, group), PassProgress(console, passes) as progress:
-        found = find(on_pass=progress.advance, on_stage=progress.stage)
+        found = find(progress=progress)
         if group.is_first:
             found.write(folder)
     if group.is_first:

@@ -153,8 +153,8 @@ def main(job_file: str) -> None:
     try:
         notes, error = run(**job), None
     except BaseException as raised:
-        said = str(raised).strip().splitlines()
-        notes, error = [], f"{type(raised).__name__}: {said[0]}" if said else type(raised).__name__
+        lines = str(raised).strip().splitlines()
+        notes, error = [], f"{type(raised).__name__}: {lines[0]}" if lines else type(raised).__name__
     Path(f"{job_file}.result").write_text(json.dumps([error, notes]), encoding="utf-8")
 
 

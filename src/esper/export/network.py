@@ -49,7 +49,8 @@ from esper.kasmina.parameters.flops import flops
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
-from esper.leyline.lifecycle import Algorithm, SeedStage
+from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
+from esper.leyline.messages import EngineSpec
 from esper.leyline.objective import Objective
 from esper.leyline.tensor_dataclass import below, state_digest
 from esper.tasks.datasets import Dataset, Split
@@ -283,29 +284,19 @@ class GrownNetwork:
             ExportError: the task runs no networks, there is no such host, or its outputs are not finite.
             DataError: the tokenizer of its text is gone or was changed.
         """
-        spec, num_hosts = engine.spec, engine.spec.num_envs
+        spec = engine.spec
         if task.host is None:
             raise ExportError(f"task {task.name!r} is scripted and has no networks; export a run of another task.")
-        if not 0 <= host < num_hosts:
-            raise ExportError(f"there is no host {host}; choose one of 0 to {num_hosts - 1}.")
+        if not 0 <= host < spec.num_envs:
+            raise ExportError(f"there is no host {host}; choose one of 0 to {spec.num_envs - 1}.")
         if not math.isfinite(stats.committed_loss[host]):
             raise ExportError(
                 f"host {host} gives outputs, a loss or a metric that is NaN or infinite on the validation split, so it "
                 "is not saved; lower the learning rate, or look for a division by 0 or a logarithm of it."
             )
-        stages = {SeedStage.FOSSILIZED, *((SeedStage.BLENDING, SeedStage.HOLDING) if live else ())}
-        rows = [s for s in range(spec.num_slots) if stats.stage[host, s] in stages]
-        seeds = [
-            GrownSeed(
-                spec.slot_ids[s],
-                spec.blueprint_names[stats.blueprint[host, s]],
-                Algorithm(int(stats.algorithm[host, s])).name,
-                float(stats.alpha[host, s]),
-            )
-            for s in rows
-        ]
+        seeds = _seeds_of(spec, stats, host, BLENDED if live else {SeedStage.FOSSILIZED})
         example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
+        plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, seeds)
         host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
         args, kwargs = plain_.host.arguments(example)
         tokenizer, content = _tokenizer(dataset)
@@ -314,7 +305,7 @@ class GrownNetwork:
             data={name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()},
             host=fields_of(task.host),
             slots=spec.slot_ids,
-            seeds=tuple(seeds),
+            seeds=tuple(seeds.values()),
             input_shape=tuple(example.shape[1:]),
             input_dtype=str(example.dtype).removeprefix("torch."),
             normalization=fields_of(dataset.inputs),
@@ -427,6 +418,20 @@ class GrownNetwork:
                 if not abs(found - figure) <= rounding:
                     return f"its {d.unit} on the {name} split is {found:.2f} instead of {figure:.2f}", []
         return None, []
+
+
+def _seeds_of(spec: EngineSpec, stats: RolloutStats, host: int, stages: Collection[int]) -> dict[int, GrownSeed]:
+    """The seeds of a host that are in these stages, by slot number."""
+    return {
+        s: GrownSeed(
+            spec.slot_ids[s],
+            spec.blueprint_names[stats.blueprint[host, s]],
+            Algorithm(int(stats.algorithm[host, s])).name,
+            float(stats.alpha[host, s]),
+        )
+        for s in range(spec.num_slots)
+        if stats.stage[host, s] in stages
+    }
 
 
 def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> Plain:

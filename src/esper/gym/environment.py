@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from esper.gym.spaces import action_mask, action_space, lawful, observation_of, observation_space
+from esper.gym.spaces import action_mask, action_space, legal_actions, observation_of, observation_space
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HEAD_NAMES
 from esper.leyline.messages import EngineSpec, EpisodeReward, Observation, RewardProtocol, StoredStep
@@ -102,9 +102,9 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self._episode, self._began = 0, False
         self._step: OpenStep | None = None  # None after the last step of an episode
         self._report: StepReport | None = None
-        engine.listeners.append(self._hear)
+        engine.listeners.append(self._keep)
 
-    def _hear(self, report: StepReport) -> None:
+    def _keep(self, report: StepReport) -> None:
         self._report = report
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, Info]:
@@ -138,7 +138,7 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Execute `actions` [N, 8] and train each host for one control step more.
 
         Raises:
-            InvalidAction: of another shape or kind, or outside of the action space. What the mask forbids is no error.
+            InvalidAction: of another shape or kind, or outside of the action space. The mask may be disregarded.
             ResetNeeded, ClosedEnvironmentError: there is no episode.
         """
         self._require_open()
@@ -151,7 +151,9 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             never = np.zeros(self.num_envs, dtype=np.bool_)
             return obs, np.zeros(self.num_envs, dtype=np.float32), never, never.copy(), info
         device = engine.spec.device
-        self._script.actions, illegal = lawful(chosen.to(device), self._legal, step.obs.has_gate, self._selectable)
+        self._script.actions, illegal = legal_actions(
+            chosen.to(device), self._legal, step.obs.has_gate, self._selectable
+        )
         self._began = False  # until this step is complete
         engine.execute(client, step, client.act(step.obs))
         over = engine.is_over

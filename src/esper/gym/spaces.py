@@ -60,7 +60,7 @@ def action_mask(
     return mask.t() > 0.0
 
 
-def lawful(
+def legal_actions(
     actions: Int[Tensor, "N 8"],
     legal: Bool[Tensor, "N 6 S"],
     has_gate: Bool[Tensor, "N S"],

@@ -3,8 +3,12 @@
 import difflib
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E")
 
 
 class EsperError(Exception):
@@ -85,15 +89,15 @@ def in_a_sentence() -> Iterator[None]:
             "permissions there, or name another."
         ) from error
     except (MemoryError, RuntimeError, ValueError) as error:
-        said = in_words(error)
-        if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+        message = in_words(error)
+        if isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY):
             raise OperatingSystemError(
                 f"there is not enough memory ({str(error).partition(chr(10))[0] or type(error).__name__}); use fewer "
                 "hosts, smaller batches or a smaller network."
             ) from error
         if isinstance(error, RecursionError):
             raise OperatingSystemError("a file, a network or another value is nested too deeply.") from error
-        if isinstance(error, UnicodeEncodeError) or "null byte" in said or "null character" in said:
+        if isinstance(error, UnicodeEncodeError) or "null byte" in message or "null character" in message:
             raise OperatingSystemError(f"a path or a text has a character that is not allowed: {error}.") from error
         raise
 
@@ -108,6 +112,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{hint} names: {', '.join(names)}."
+
+
+def registering(kind: str, name: str, table: dict[str, E], entry: Callable[[T], E]) -> Callable[[T], T]:
+    """A decorator that puts the entry of what it decorates into a table of its kind.
+
+    Raises:
+        RegistryError: the name is taken, which is found before anything is decorated.
+    """
+    if name in table:
+        raise RegistryError(f"a {kind} named {name!r} is registered already; choose another name.")
+
+    def register(made: T) -> T:
+        table[name] = entry(made)
+        return made
+
+    return register
 
 
 _readers = ["python"]

@@ -116,7 +116,8 @@ class LifecycleOp(IntEnum):
     ADVANCE = 5
 
 
-NUM_OPS = len(LifecycleOp)
+OP_NAMES = tuple(op.name for op in LifecycleOp)
+NUM_OPS = len(OP_NAMES)
 
 
 class Head(IntEnum):
@@ -175,7 +176,7 @@ class HeadSpec(NamedTuple):
     """One row of the head table.
 
     Attributes:
-        size: number of values; 0 for `slot` and `blueprint`, whose size depends on the run (`head_sizes`).
+        values: their names; none for `slot` and `blueprint`, whose values depend on the run.
         used_by: operations that read the head.
         canonical: stored value when the operation does not read the head.
         bonus: multiplier of the entropy bonus.
@@ -183,12 +184,17 @@ class HeadSpec(NamedTuple):
     """
 
     name: str
-    size: int
+    values: tuple[str, ...]
     used_by: frozenset[LifecycleOp]
     canonical: int
     bonus: float
     floor: float
     floor_weight: float
+
+    @property
+    def size(self) -> int:
+        """Number of values; 0 where it depends on the run (`head_sizes`)."""
+        return len(self.values)
 
 
 _ALL = frozenset(LifecycleOp)
@@ -196,14 +202,14 @@ _GERMINATE = frozenset({_O.GERMINATE})
 _RETARGET = frozenset({_O.GERMINATE, _O.SET_ALPHA_TARGET})
 _RAMP = frozenset({_O.SET_ALPHA_TARGET, _O.PRUNE})
 HEADS: tuple[HeadSpec, ...] = (
-    HeadSpec("slot", 0, _ALL - {_O.WAIT}, 0, 1.0, 0.15, 0.1),
-    HeadSpec("blueprint", 0, _GERMINATE, 0, 1.3, 0.20, 0.3),
-    HeadSpec("style", 4, _RETARGET, int(Style.SIGMOID_ADD), 1.2, 0.15, 0.1),
-    HeadSpec("tempo", 3, _GERMINATE, 1, 1.3, 0.20, 0.3),
-    HeadSpec("alpha_target", 3, _RETARGET, 2, 1.2, 0.10, 0.1),
-    HeadSpec("alpha_speed", 4, _RAMP, 0, 1.2, 0.10, 0.1),
-    HeadSpec("alpha_curve", 5, _RAMP, 0, 1.2, 0.10, 0.1),
-    HeadSpec("op", NUM_OPS, _ALL, 0, 1.0, 0.30, 0.3),
+    HeadSpec("slot", (), _ALL - {_O.WAIT}, 0, 1.0, 0.15, 0.1),
+    HeadSpec("blueprint", (), _GERMINATE, 0, 1.3, 0.20, 0.3),
+    HeadSpec("style", tuple(style.name for style in Style), _RETARGET, int(Style.SIGMOID_ADD), 1.2, 0.15, 0.1),
+    HeadSpec("tempo", TEMPO_NAMES, _GERMINATE, 1, 1.3, 0.20, 0.3),
+    HeadSpec("alpha_target", ALPHA_TARGET_NAMES, _RETARGET, 2, 1.2, 0.10, 0.1),
+    HeadSpec("alpha_speed", ALPHA_SPEED_NAMES, _RAMP, 0, 1.2, 0.10, 0.1),
+    HeadSpec("alpha_curve", ALPHA_CURVE_NAMES, _RAMP, 0, 1.2, 0.10, 0.1),
+    HeadSpec("op", OP_NAMES, _ALL, 0, 1.0, 0.30, 0.3),
 )
 """The head table, in storage order."""
 

@@ -147,7 +147,7 @@ class Group:
             act()
         except RuntimeError as error:  # all errors of gloo and nccl
             self._raise_failure()
-            gone = [self._names[rank] for rank in range(self.size) if not self._lives(rank)]
+            gone = [self._names[rank] for rank in range(self.size) if not self._is_running(rank)]
             silent = [self._names[rank] for rank in self._missing("failed", _GOODBYE)]
             if gone:
                 why = f"{', '.join(gone)} ended"
@@ -181,7 +181,7 @@ class Group:
         while not self._shared.has(*keys):
             self._raise_failure()
             late = [rank for rank, key in enumerate(keys) if not self._shared.has(key)]
-            if gone := [self._names[rank] for rank in late if not self._lives(rank)]:
+            if gone := [self._names[rank] for rank in late if not self._is_running(rank)]:
                 raise RankError(f"{', '.join(gone)} ended before {place}.")
             if late and time.monotonic() - began > self.timeout:
                 raise RankError(
@@ -229,7 +229,7 @@ class Group:
         self._names = [f"rank {rank}" for rank in range(self.size)]
         self._shared.set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
 
-    def _lives(self, rank: int) -> bool:
+    def _is_running(self, rank: int) -> bool:
         """False if the process of a rank on this machine is gone; a rank elsewhere counts as living."""
         if not self._shared.has(f"who/{rank}"):
             return True  # still starting
@@ -250,7 +250,7 @@ class Group:
             raise RankError(self._shared.get(_FAILURE))
 
     def leave(self, error: Exception | None = None) -> bool:
-        """Wait a little for the others, who hear of an error; returns whether this rank prints it.
+        """Wait a little for the others, who learn of an error; returns whether this rank prints it.
 
         A rank that ended at once would break the connections that others are closing.
         """

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.leyline.lifecycle import Cause, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import OP_NAMES, Cause, SeedStage
 from esper.leyline.messages import EngineSpec
 from esper.runs.report import objective_of, shapley_of
 from esper.simic.rewards.modes import FLAGS
@@ -184,7 +184,7 @@ def _results(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
     }
     counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
     columns = [*floats.values(), *(getattr(stats, name) for name in counts)]
-    names, operations = (*floats, *counts), [op.name for op in LifecycleOp]
+    names, operations = (*floats, *counts), OP_NAMES
     instances = {name: values.tolist() for name, values in stats.instance.items()}
     for n, (*values, ops) in enumerate(zip(*(column.tolist() for column in columns), stats.ops.tolist(), strict=True)):
         results = {**dict(zip(names, values, strict=True)), "ops": dict(zip(operations, ops, strict=True))}

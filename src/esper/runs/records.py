@@ -16,17 +16,14 @@ from typing import final
 import numpy as np
 
 from esper.leyline.lifecycle import (
-    ALPHA_CURVE_NAMES,
-    ALPHA_SPEED_NAMES,
-    ALPHA_TARGET_NAMES,
     HAS_MODULE,
     HEAD_NAMES,
+    HEADS,
+    OP_NAMES,
     RELEVANCE,
-    TEMPO_NAMES,
     Head,
     LifecycleOp,
     SeedStage,
-    Style,
 )
 from esper.leyline.messages import EngineSpec
 from esper.runs import events
@@ -35,7 +32,7 @@ from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.machine import environment, version
-from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
+from esper.telemetry.record.schema import FLAG, TERM
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
 from esper.telemetry.sinks import Hub
@@ -48,13 +45,6 @@ LONGEST = 0.25
 _RELEVANT = np.array(RELEVANCE)
 _LIVE = np.isin(np.arange(max(SeedStage) + 1), tuple(HAS_MODULE))
 _STAGES = [SeedStage(v).name if v in set(SeedStage) else "" for v in range(max(SeedStage) + 1)]
-_HEAD_LABELS = {
-    Head.STYLE: [style.name for style in Style],
-    Head.TEMPO: TEMPO_NAMES,
-    Head.ALPHA_TARGET: ALPHA_TARGET_NAMES,
-    Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
-    Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
-}
 
 
 def about_run(spec: EngineSpec, terms: Sequence[str]) -> dict[str, object]:
@@ -181,7 +171,7 @@ class RecordRows:
             "rollback": (panic - 1).astype(np.int8),
             "op": op,
         }
-        for head in (Head.SLOT, Head.BLUEPRINT, *_HEAD_LABELS):
+        for head in (head for head in Head if head is not Head.OP):
             read = decided & _RELEVANT[op, head]
             columns[HEAD_NAMES[head]] = np.where(read, action[..., head], -1).astype(np.int16)
         columns["success"] = stacked(reports, "effective_op") == action[..., Head.OP]
@@ -197,9 +187,8 @@ class RecordRows:
         terms, flags = np.where(decided[..., None], stacked(reports, "breakdown"), np.nan), stacked(reports, "flags")
         columns |= {TERM + name: terms[..., i] for i, name in enumerate(self._terms)}
         columns |= {FLAG + name: flags[..., i] & decided for i, name in enumerate(FLAGS)}
-        labels = {HEAD_NAMES[head]: names for head, names in _HEAD_LABELS.items()} | {
+        labels = {head.name: head.values for head in HEADS} | {
             "rollback": [reason.name.lower() for reason in PanicReason if reason],
-            "op": [op.name for op in LifecycleOp],
             "slot": self._spec.slot_ids,
             "blueprint": self._spec.blueprint_names,
             "constrained": [_joined(HEAD_NAMES, int(heads)) for heads in sets],

@@ -9,12 +9,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from esper.leyline.lifecycle import HAS_MODULE, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import HAS_MODULE, OP_NAMES, SeedStage
 from esper.leyline.settings import Count, NotNegative
+from esper.leyline.shapley import shapley_values
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.simic.shapley import shapley_values
 from esper.tasks.losses import perplexity
 from esper.telemetry.machine import device_name
 from esper.tolaria.state import RolloutStats, StepReport
@@ -39,14 +39,13 @@ class Cost:
         return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
-_OPS = tuple(op.name for op in LifecycleOp)
 _SEED_STAGES = tuple((int(s), s.name) for s in SeedStage if s is not SeedStage.DORMANT)
 
 
 def ops_by_name(ops: np.ndarray) -> dict[str, int]:
     """Number of effective operations by name; `ops` is [..., 6]."""
-    totals = ops.reshape(-1, len(_OPS)).sum(axis=0)
-    return dict(zip(_OPS, totals.tolist(), strict=True))
+    totals = ops.reshape(-1, len(OP_NAMES)).sum(axis=0)
+    return dict(zip(OP_NAMES, totals.tolist(), strict=True))
 
 
 def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
@@ -95,12 +94,14 @@ def round_line(
 
 
 def shapley_of(stats: RolloutStats) -> np.ndarray:
-    """Shapley value (pp) of each live seed at the end of the episode [N, S]; NaN if not measured."""
-    if stats.subset_acc.shape[1] == 0:
-        return np.full(stats.stage.shape, np.nan)
+    """Shapley value (pp) of each live seed at the end of the episode [N, S]; NaN if a subset was not measured."""
     live = np.isin(stats.stage, tuple(HAS_MODULE)) & (stats.alpha > 0.0)
-    values = shapley_values(torch.from_numpy(stats.subset_acc), torch.from_numpy(live)).numpy()
-    return np.where(live, values, np.nan)
+    found = np.full(live.shape, np.nan, dtype=stats.subset_acc.dtype)
+    for n, accuracy in enumerate(stats.subset_acc):
+        subsets = accuracy[: 2 ** live[n].sum()].tolist()
+        if len(subsets) == 2 ** live[n].sum():
+            found[n, live[n]] = shapley_values(subsets)
+    return found
 
 
 @final
@@ -116,7 +117,7 @@ class RoundSoFar:
 
     def _begin(self, episode: int) -> None:
         self._episode, self._steps = episode, 0
-        self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
+        self._ops = np.zeros(len(OP_NAMES), dtype=np.int64)
 
     def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
         """Fields for each of successive steps of one round; `seconds` is the time of each since the round began."""
@@ -131,7 +132,7 @@ class RoundSoFar:
         )  # fmt: skip
         num_hosts = op.shape[1]
         objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
-        ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
+        ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(OP_NAMES)), len(OP_NAMES) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
         means = (_means_of_known(values) for values in (objective, committed, live))
         rows = zip(
@@ -150,7 +151,7 @@ class RoundSoFar:
                     "objective_std": objective_std,
                     "committed_accuracy_mean": committed_mean,
                     "live_accuracy_mean": live_mean,
-                    "ops": dict(zip(_OPS, op_counts, strict=True)),
+                    "ops": dict(zip(OP_NAMES, op_counts, strict=True)),
                     "slots": {name: slots[value] for value, name in _SEED_STAGES if slots[value]},
                     "env_steps": self._steps * num_hosts,
                     "seconds": elapsed,

@@ -384,7 +384,7 @@ class SimicClient(_WithReward):
     def state_dict(self) -> StateTree:
         """Weights, optimizer, statistics and counters; inside an episode also its rows and the recurrent state."""
         agent = self.agent
-        counters = (self.updates, agent.schedule_position, agent.barren_updates)
+        counters = (self.updates, agent.schedule_position, agent.failed_updates)
         state = {
             **self.policy(),
             **with_prefix("optimizer", tensors_by_name(agent.optimizer)),
@@ -412,7 +412,7 @@ class SimicClient(_WithReward):
         self.load_policy({name: x for name, x in state.items() if name.startswith(POLICY_PARTS)})
         self.agent.optimizer = restored(self.agent.optimizer, below("optimizer", state), "optimizer")
         self.agent.returns.load_state_dict(below("returns", state))
-        self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()
+        self.updates, self.agent.schedule_position, self.agent.failed_updates = state["counters"].tolist()
         if rollout:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
             self._buffer.load_state_dict(below("buffer", rollout))

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.errors import RegistryError, nearest
+from esper.leyline.errors import RegistryError, nearest, registering
 from esper.leyline.lifecycle import (
     GROWING,
     HEADS,
@@ -237,7 +237,7 @@ _MAKERS: dict[str, PolicyMaker] = {
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": Heuristic,
     "explore_then_commit": ExploreThenCommit,
-    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.architectures`)
+    STATIC: WaitOnly,  # the comparison gives the hosts a structure (`VectorizedEngine.architectures`)
 }
 BASELINES = tuple(_MAKERS)
 """Those of this package."""
@@ -249,14 +249,7 @@ def register_policy(name: str) -> Callable[[PolicyMaker], PolicyMaker]:
     Raises:
         RegistryError: the name is taken.
     """
-    if name in _MAKERS:
-        raise RegistryError(f"a policy named {name!r} is registered already; choose another name.")
-
-    def register(make: PolicyMaker) -> PolicyMaker:
-        _MAKERS[name] = make
-        return make
-
-    return register
+    return registering("policy", name, _MAKERS, lambda make: make)
 
 
 def policy_names() -> tuple[str, ...]:

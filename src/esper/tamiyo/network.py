@@ -160,7 +160,7 @@ class NetworkOutput:
 
 @final
 class RecurrentLayer(nn.Module):
-    """Parameters of one LSTM layer, see `lstm_cell`; a slot is told the mean of all."""
+    """Parameters of one LSTM layer, see `lstm_cell`; a slot gets the mean of all."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

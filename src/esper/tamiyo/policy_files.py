@@ -31,14 +31,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import read_json, replacing
 from esper.leyline.lifecycle import (
-    ALPHA_CURVE_NAMES,
-    ALPHA_SPEED_NAMES,
-    ALPHA_TARGET_NAMES,
     HEADS,
     TEMPO_NAMES,
     Head,
     LifecycleOp,
-    Style,
 )
 from esper.leyline.messages import EngineSpec
 from esper.leyline.settings import AtLeast1, first_problem
@@ -57,13 +53,6 @@ FORMAT = "esper policy 1"
 SUFFIX, LEARNED_SUFFIX = ".json", ".safetensors"
 """Of the files described above, and of those of learned policies, which `runs.assembly.clients` reads."""
 Policy = Schedule | ThresholdRule | HeuristicRules
-_VALUES: dict[Head, tuple[str, ...]] = {
-    Head.STYLE: tuple(style.name for style in Style),
-    Head.TEMPO: TEMPO_NAMES,
-    Head.ALPHA_TARGET: ALPHA_TARGET_NAMES,
-    Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
-    Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
-}
 
 
 def is_policy_file(name: str | Path) -> bool:
@@ -242,4 +231,4 @@ def _values(head: Head, spec: EngineSpec) -> dict[str, int]:
         return {name: index for index, name in enumerate(spec.slot_ids)}
     if head is Head.BLUEPRINT:
         return {spec.blueprint_names[index]: index for index in spec.selectable}
-    return {name: index for index, name in enumerate(_VALUES[head])}
+    return {name: index for index, name in enumerate(HEADS[head].values)}

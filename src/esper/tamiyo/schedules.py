@@ -208,8 +208,8 @@ FEATURES: dict[str, Feature] = {
     "loss_slope": lambda obs: obs.hosts.val_loss - obs.hosts.prev_val_loss,
     "best_acc": lambda obs: obs.hosts.best_acc,
 }
-"""Features [N] by name: accuracies in percentage points, losses in the unit of the task, slopes since the step before.
-NaN where a value is not measured: slopes in step 1, training accuracy in tasks without one."""
+"""Features [N] by name: accuracies in percentage points, losses in the unit of the task; a slope is the change
+since the step before. NaN where a value is not measured: slopes in step 1, training accuracy in tasks without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

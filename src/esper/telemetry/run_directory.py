@@ -29,6 +29,7 @@ import tomli_w
 
 from esper.leyline.errors import RunDirectoryError, command, in_shell, option
 from esper.leyline.files import (
+    Closing,
     draft_of,
     is_draft,
     lock,
@@ -96,7 +97,7 @@ def _encoded(line: Mapping[str, object]) -> str:
 
 
 @final
-class RunDirectory:
+class RunDirectory(Closing):
     """A run directory locked and open for writing; made by `create` or `reopen`."""
 
     def __init__(self, path: Path, names: Iterable[str]) -> None:
@@ -275,12 +276,6 @@ class RunDirectory:
             with suppress(OSError):
                 file.close()
 
-    def __enter__(self) -> "RunDirectory":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints; raises RunDirectoryError if the run directory was moved or deleted."""
@@ -325,7 +320,7 @@ def is_run(path: Path) -> bool:
 def require_run(path: Path) -> None:
     """Raise RunDirectoryError unless `path` holds a run that this version can read."""
     if not (path / CONFIG).is_file():
-        has = "has a config.toml that is no file" if mode_of(path / CONFIG) else "has no config.toml"
+        has = "has a config.toml that is not a file" if mode_of(path / CONFIG) else "has no config.toml"
         found = has if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
     about = about_of(path)

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from esper.leyline.errors import ConfigError, RegistryError, in_words, nearest
-from esper.leyline.files import read_text, read_toml
+from esper.leyline.errors import ConfigError, in_words, nearest, registering
+from esper.leyline.files import Closing, read_text, read_toml
 from esper.leyline.messages import ClosingSink, Sink
 from esper.telemetry.progress import warn
 from esper.telemetry.run_directory import CONFIG
@@ -57,14 +57,7 @@ def register_listener(name: str) -> Callable[[SinkFactory], SinkFactory]:
     Raises:
         RegistryError: the name is taken.
     """
-    if name in _LISTENERS:
-        raise RegistryError(f"a listener named {name!r} is registered already; choose another name.")
-
-    def register(factory: SinkFactory) -> SinkFactory:
-        _LISTENERS[name] = factory
-        return factory
-
-    return register
+    return registering("listener", name, _LISTENERS, lambda factory: factory)
 
 
 @contextmanager
@@ -87,14 +80,7 @@ def register_sink(name: str, *, kinds: Collection[str] | None = None) -> Callabl
     Raises:
         RegistryError: the name is taken.
     """
-    if name in SINKS:
-        raise RegistryError(f"a sink named {name!r} exists already; choose another name.")
-
-    def register(factory: SinkFactory) -> SinkFactory:
-        SINKS[name] = SinkKind(make=factory, kinds=kinds)
-        return factory
-
-    return register
+    return registering("sink", name, SINKS, lambda factory: SinkKind(make=factory, kinds=kinds))
 
 
 def require_sinks(names: Iterable[str]) -> None:
@@ -135,7 +121,7 @@ class _Receiver:
 
 
 @final
-class Hub:
+class Hub(Closing):
     """Passes every record to every listener and sink; a context manager that closes the sinks."""
 
     def __init__(self, listeners: Mapping[str, Sink]) -> None:
@@ -191,12 +177,6 @@ class Hub:
         for receiver in self._receivers:
             if receiver.is_sink and receiver.sink is not None:
                 _close(receiver, receiver.sink)
-
-    def __enter__(self) -> "Hub":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def num_lost(self) -> int:

@@ -174,7 +174,7 @@ def reward_and_store(
         ops=act.actions[:, Head.OP],
         target=executed.ops.target,
         success=executed.success,
-        auto_pruned=executed.ticks.auto_pruned,
+        auto_pruned=torch.zeros_like(executed.ops.target),  # the tick removes what a PRUNE asked for, and no other seed
     )
     reward, carried = client.step(inputs, carried)
     carried = client.reset_hosts(carried, ~healthy)

@@ -294,14 +294,10 @@ def step_outputs(
     verdict: GovernorVerdict,
     *,
     valid: Bool[Tensor, " N"],
-    compute: Float[Tensor, " N"],
-    num_coalitions: Int[Tensor, " N"],
-    effective_op: Int[Tensor, " N"],
     rolled_back: Bool[Tensor, "N S"],
-    snapshot: Bool[Tensor, " N"],
-    keep: Bool[Tensor, "N S"],
+    **others: Tensor,
 ) -> Stacks:
-    """Structure, events and numbers of a step, under the names of `Structure` and `StepReport`."""
+    """Structure, events and numbers of a step by their names in `Structure` and `StepReport`, as `others` have them."""
     slots, hosts, tally, readings = state.slots, state.hosts, state.tally, ticks.readings
     of_slots = ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "has_gate", "alpha")
     of_hosts = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "host_params")
@@ -309,29 +305,22 @@ def step_outputs(
         **{name: getattr(slots, name) for name in of_slots},
         **{name: getattr(hosts, name) for name in of_hosts},
         **vars(decision),
-        "compute": compute,
+        **{f"panic_{name}": getattr(verdict, name) for name in ("reason", "loss", "strikes", "thresholds")},
+        **others,
         "contribution": slots.contribution,
         "gate": readings.gate,
         "failed_checks": readings.failed_checks,
         "germinated": ops.germinated,
         "released": ops.released | ticks.released | rolled_back,
-        "keep": keep,
         "rolled_back": rolled_back,
         "gate_passed": readings.passed,
         "gate_score": readings.score,
         "reward": tally.last_reward.where(valid, torch.nan),
         "breakdown": reward.breakdown,
         "flags": reward.flags,
-        "effective_op": effective_op,
         "op_moves": torch.stack([*vars(ops.transitions).values()]),
         "tick_moves": torch.stack([*vars(ticks.transitions).values()]),
-        "panic_reason": verdict.reason,
-        "panic_loss": verdict.loss,
-        "panic_strikes": verdict.strikes,
-        "panic_thresholds": verdict.thresholds,
-        "num_coalitions": num_coalitions,
         "panicked": verdict.panic,
-        "snapshot": snapshot,
         "row_marked": tally.replaced,
         "stopped": state.stopped,
     }

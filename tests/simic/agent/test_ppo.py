@@ -148,7 +148,7 @@ def test_one_finite_update_starts_the_count_anew(rolled_out, make_engine):
         if poisoned:
             client.buffer.rollout.log_probs[:, 1] = float("nan")
         learn(client)
-    assert client.agent.barren_updates == 2
+    assert client.agent.failed_updates == 2
 
 
 def test_the_divergence_stop_turns_later_epochs_into_no_ops(rolled_out):
@@ -173,7 +173,7 @@ def test_a_rollout_without_a_valid_step_teaches_nothing(make_client, make_engine
     assert equal(weights(client), before)
     assert metrics["optimizer_steps"] == 0
     assert metrics["nonfinite_minibatches"] == 0
-    assert client.agent.barren_updates == 0
+    assert client.agent.failed_updates == 0
 
 
 def test_statistics_move_once_after_the_epochs_and_the_buffer_is_empty(rolled_out):

@@ -1,6 +1,6 @@
 import pytest
 
-from esper.telemetry.report.payloads import shapley, waterfall
+from esper.telemetry.report.payloads import waterfall
 
 NONE, A, B, AB = frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")
 
@@ -22,9 +22,8 @@ def test_without_all_subsets_each_seed_is_what_is_lost_without_it_and_the_rest_i
     assert (found["rest"], found["shapley"]) == (15.0, None)
 
 
-def test_shapley_values_of_three_seeds_sum_to_the_gain_and_treat_equal_seeds_equally():
-    # a game in which a and b are worth 6 together only, and c is worth 3 alone
-    players = ["a", "b", "c"]
-    worth = {frozenset(s): 6.0 * ("a" in s and "b" in s) + 3.0 * ("c" in s) for s in
+def test_shapley_values_of_three_seeds_belong_to_their_names():
+    # a and b are worth 6 together only, and c is worth 4 alone
+    worth = {frozenset(s): 6.0 * ("a" in s and "b" in s) + 4.0 * ("c" in s) for s in
              ("", "a", "b", "c", "ab", "ac", "bc", "abc")}  # fmt: skip
-    assert [shapley(worth, players, p) for p in players] == pytest.approx([3.0, 3.0, 3.0])
+    assert waterfall(worth)["shapley"] == pytest.approx({"a": 3.0, "b": 3.0, "c": 4.0})

@@ -137,24 +137,29 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
         except ConfigError:
             raise  # says already what the network returns
         except Exception as error:  # any error of the user's code
-            last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
-            hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
-            if not x.is_floating_point():
-                hint += "integers stay integers, as tokens do: give floats, or inputs=lambda x: x.float(); "
-            elif others := {str(p.dtype) for p in network.parameters() if p.is_floating_point() and p.dtype != x.dtype}:
-                hint += (
-                    f"floats are given as {x.dtype}, but it has weights of {', '.join(sorted(others))}: give "
-                    "model.float(), or convert in forward; "
-                )
             raise ConfigError(
                 f"{name} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
-                f"{in_words(error)}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
-                "network or the example."
+                f"{in_words(error)}. Inputs come as [B, ...] with any B, as in the data; {_likely_causes(network, x)}"
+                "correct the network or the example."
             ) from error
         if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
             raise ConfigError(f"{name} edits its inputs in place, which all hosts read; let it work on a copy, e.g. "
                               "x = x.clone().")  # fmt: skip
         return Pass(output, tuple(calls), used())
+
+
+def _likely_causes(network: nn.Module, x: Tensor) -> str:
+    """Why a network may fail on inputs of this shape and type; each cause ends with a semicolon."""
+    channels_last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
+    causes = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * channels_last
+    if not x.is_floating_point():
+        return causes + "integers stay integers, as tokens do: give floats, or inputs=lambda x: x.float(); "
+    if others := {str(p.dtype) for p in network.parameters() if p.is_floating_point() and p.dtype != x.dtype}:
+        causes += (
+            f"floats are given as {x.dtype}, but it has weights of {', '.join(sorted(others))}: give "
+            "model.float(), or convert in forward; "
+        )
+    return causes
 
 
 def check_weights(network: nn.Module, again: nn.Module) -> None:

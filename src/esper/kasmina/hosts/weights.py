@@ -12,7 +12,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.files import expanded
+from esper.leyline.tensor_dataclass import state_digest
 
 Model: TypeAlias = Callable[[], nn.Module]
 """Gives a new network in every call."""
@@ -98,15 +98,8 @@ def started(model: Model | nn.Module, weights: Weights | None) -> tuple[Model, s
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    """Of names and values, whatever their order."""
-    found = sha256()
-    for name in sorted(state):
-        if isinstance(value := state[name], Tensor) and not is_lazy(value):
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            found.update(
-                f"{name}|{value.dtype}|{tuple(value.shape)}|".encode() + flat.view(torch.uint8).numpy().tobytes()
-            )
-    return found.hexdigest()
+    """Of the tensors that have a shape already."""
+    return state_digest({name: x for name, x in state.items() if isinstance(x, Tensor) and not is_lazy(x)})
 
 
 def _read(path: Path) -> object:
@@ -122,14 +115,14 @@ def _read(path: Path) -> object:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the weights {path} cannot be read: {error}; {again}.") from error
     except Exception as error:  # a damaged pickle raises anything
-        said = str(error)
-        if objects := re.search(r"GLOBAL ([\w.]+)", said) or ("TorchScript" in said):
+        message = str(error)
+        if objects := re.search(r"GLOBAL ([\w.]+)", message) or ("TorchScript" in message):
             what = f"an object of {objects[1]}" if isinstance(objects, re.Match) else "a compiled program"
             raise ConfigError(
                 f"the weights {path} hold {what}, and to load it would execute its code; {again}, or load it yourself "
                 "and give weights=network.state_dict()."
             ) from error
-        first = said.strip().split("\n")[0].split(". ")[0].rstrip(".") or type(error).__name__
+        first = message.strip().split("\n")[0].split(". ")[0].rstrip(".") or type(error).__name__
         raise ConfigError(f"the weights {path} are damaged, or no file of torch.save ({first}); {again}.") from error
 
 
@@ -184,9 +177,9 @@ def _load(network: nn.Module, weights: Mapping[str, Any]) -> None:
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # a layer that loads in its own way
             wrong = [in_words(error)]
     named = (("missing ", [*map(repr, missing)]), ("unexpected ", [*map(repr, unexpected)]), ("", wrong))
-    if said := "; ".join(what + _some(keys) for what, keys in named if keys):
+    if problems := "; ".join(what + _some(keys) for what, keys in named if keys):
         raise ConfigError(
-            f"the weights do not fit {type(network).__name__}: {said}. All {len(own)} names and shapes of its "
+            f"the weights do not fit {type(network).__name__}: {problems}. All {len(own)} names and shapes of its "
             "state_dict() are expected, and no others; give weights of this architecture, or load those that fit with "
             "network.load_state_dict(weights, strict=False) and give model=network."
         )

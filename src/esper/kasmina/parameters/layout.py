@@ -87,7 +87,7 @@ class FlatLayout:
         """The same views in the order of the layout, by one split, whose backward pass is one concatenation.
 
         Those of one row share their version counter: what writes into them in place uses their `data`, or it would
-        spoil what autograd has saved of the others.
+        invalidate what autograd has saved of the others.
         """
         if not self.tensors:
             return ()

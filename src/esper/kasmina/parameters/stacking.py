@@ -587,8 +587,8 @@ def _problem(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dt
                 results, pull = _trial_of_all(stacked, trial, training)
             except Exception as error:  # what a forward pass raises that needs one host, or more than vmap supports
                 where = f" in layer {running[-1]!r}" if running and running[-1] else ""
-                said = str(error).strip().split("\n")[0].rstrip(".")
-                return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
+                message = str(error).strip().split("\n")[0].rstrip(".")
+                return f"fails for many hosts at once ({type(error).__name__}{where}: {message})"
         for g in range(_HOSTS):
             params = layout.unpack(trial.rows[g])
             state = {name: value.clone() for name, value in buffers.unpack(trial.state[g]).items()}  # each its version

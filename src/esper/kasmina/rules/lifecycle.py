@@ -188,11 +188,10 @@ class OpEffects:
 
 @tensor_dataclass
 class TickEffects:
-    """Effects of the tick. `auto_pruned` counts seeds that were removed without a PRUNE request."""
+    """Effects of the tick."""
 
     released: Bool[Tensor, "N S"]
     advanced: Bool[Tensor, "N S"]
-    auto_pruned: Int[Tensor, " N"]
     transitions: Transitions
     readings: GateReadings
 
@@ -357,7 +356,6 @@ def tick(
     ticked = TickEffects(
         released=removed,
         advanced=advanced,
-        auto_pruned=torch.zeros_like(hosts.n_pruned),  # every removal was requested
         transitions=Transitions(from_stage=stage, to_stage=slots.stage, cause=cause),
         readings=readings,
     )

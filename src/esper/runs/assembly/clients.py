@@ -163,7 +163,7 @@ def read_learned(path: Path) -> StateTree:
     inside = {name: x for name, x in below("policy", state).items() if name.startswith(POLICY_PARTS)}
     if not inside:
         raise CheckpointError(
-            f"{path} is no learned policy of this version (its format is {about.get('format')!r}, expected "
+            f"{path} is not a learned policy of this version (its format is {about.get('format')!r}, expected "
             f"{LEARNED_FORMAT!r}); {_REMEDY}"
         )
     return inside

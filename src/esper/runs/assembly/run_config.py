@@ -102,7 +102,7 @@ class RunConfig:
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""
     compute_budget: Positive | None = None
     """FLOPs of training that a host may spend in an episode, over those of a host without seeds. A host that cannot pay
-    its next step is stopped: its episode ends with the step before. None is no limit."""
+    its next step is stopped: its episode ends with the step before. None means no limit."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """Whether the last step truncates or terminates the episode for GAE; "mode" leaves it to the reward mode."""
     checkpoint_every: AtLeast1 = 1

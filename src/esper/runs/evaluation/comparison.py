@@ -19,7 +19,7 @@ from rich.table import Table
 
 from esper.leyline.architecture import Architecture
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
-from esper.leyline.lifecycle import LifecycleOp
+from esper.leyline.lifecycle import OP_NAMES
 from esper.leyline.messages import EngineSpec
 from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
@@ -172,7 +172,7 @@ def _reference(rows: Sequence[ControllerResult]) -> str:
 
 def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     """The tables of a comparison, one line for each controller."""
-    reference, names = _reference(rows), [op.name for op in LifecycleOp]
+    reference, names = _reference(rows), OP_NAMES
     tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
         (
             ("controller", "100·J", "IQM", f"vs {reference}", "better"),
@@ -416,7 +416,7 @@ def _groups(configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[
     groups = []
     for config, run, seed in zip(configs, runs, own, strict=True):
         found = known.trained(run, config, best=best)
-        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
+        warn(f"{warning} Using the one {found.place} instead." for warning in found.warnings)
         groups.append(Group(config=config, seed=seed, run=run, trained=found))
     return groups
 
@@ -496,7 +496,7 @@ class _Session:
     def runs(self, name: str, first: Sequence[Outcome], budget: float) -> Iterator[Sequence[Outcome]]:
         """The first run of a controller, and as many others on the same hosts as the budget pays for.
 
-        Those that start with what another controller has grown stay alone: they are no method of their own.
+        Those that start with what another controller has grown stay alone: they are not methods of their own.
         """
         yield first
         cost = float(np.mean([spent(outcome) for outcome in first]))

@@ -99,15 +99,15 @@ def run_controller(
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError: the controller does not fit, or cannot be run.
     """
+    share = parts_of(num_envs, group().size)[group().rank]
+    if not share:
+        return joined_outcomes(group().gathered(None))
     config = replace(config, compile="off")  # one episode is shorter than a compilation
     task = config.task_spec()
     if controller.host is not None:
         task = replace(task, host=controller.host)
     if repetition and task.instances is not None:
         task = replace(task, instances=Again(task.instances, run_seed))
-    own = None  # what a wider host is charged against
-    if controller.host is not None:
-        own = engine_of(config, dataset, device, engine_config=config.engine(run_seed=run_seed, num_envs=1)).executor
     meter: CostMeter | None = None
     val_TN = list[np.ndarray]()
 
@@ -117,22 +117,12 @@ def run_controller(
         val_TN.append(report.val_acc.astype(np.float32))
         on_step()
 
-    share = parts_of(num_envs, group().size)[group().rank]
-    if not share:
-        return joined_outcomes(group().gathered(None))
     hosts = config.engine(run_seed=run_seed + _REPETITION * repetition, num_envs=num_envs)
-    engine = engine_of(
-        config,
-        dataset,
-        device,
-        engine_config=replace(hosts, num_envs=len(share), host_offset=share.start),
-        on_step=listen,
-        task=task,
-    )
-    architectures = controller.architectures * (num_envs if len(controller.architectures) == 1 else 1)
-    architectures = architectures[share.start : share.stop]
+    hosts = replace(hosts, num_envs=len(share), host_offset=share.start)
+    engine = engine_of(config, dataset, device, engine_config=hosts, on_step=listen, task=task)
     client = controller.make(engine.spec)
-    engine.architectures = architectures
+    architectures = controller.architectures * (num_envs if len(controller.architectures) == 1 else 1)
+    engine.architectures = architectures = architectures[share.start : share.stop]
     if dataset is not None:
         measured = config.lifecycle.measured_share
         meter = CostMeter(task, dataset, engine.spec, engine.executor.costs, architectures, measured)
@@ -140,9 +130,13 @@ def run_controller(
     stats = engine.rollout(client)
     assert stats is not None
     (test_acc,) = host_read(engine.test())
+    charged = stats
+    if controller.host is not None:
+        host = engine_of(config, dataset, device, engine_config=config.engine(run_seed=run_seed, num_envs=1)).executor
+        charged = _charged(stats, engine, host)
     own_hosts = Outcome(
         name=controller.name,
-        stats=_charged(stats, engine, own) if own is not None else stats,
+        stats=charged,
         test_acc=test_acc,
         val=np.stack(val_TN),
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
@@ -172,10 +166,10 @@ def joined_outcomes(parts: Sequence[Outcome | None]) -> Outcome:
     )
 
 
-def _charged(stats: RolloutStats, engine: VectorizedEngine, own: Executor) -> RolloutStats:
+def _charged(stats: RolloutStats, wider: VectorizedEngine, host: Executor) -> RolloutStats:
     """Results of a wider host, whose additional parameters and FLOPs are charged like those of seeds."""
-    wide, narrow = host_read(engine.executor.costs.host_flops, own.costs.host_flops)
-    params = np.full_like(stats.host_params, own.host_params)
+    wide, narrow = host_read(wider.executor.costs.host_flops, host.costs.host_flops)
+    params = np.full_like(stats.host_params, host.host_params)
     return replace(
         stats,
         host_params=params,

@@ -25,10 +25,12 @@ from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.losses import perplexity
+from esper.telemetry.record.schema import CONSTANT
+from esper.telemetry.record.schema import TRAINED as TRAINED
 from esper.tolaria.state import RolloutStats
 
-REFERENCE, TRAINED, COMMON = "wait_only", "trained", "static_common"
-"""Controllers with a part of their own in the results."""
+REFERENCE, COMMON = "wait_only", "static_common"
+"""Controllers with a part of their own in the results, besides the trained one."""
 PORTFOLIO, HALVING, RANDOM_SEARCH, HILL_CLIMBING = "portfolio", "halving", "random_search", "hill_climbing"
 SEARCHED = (PORTFOLIO, HALVING)
 RACES = (*SEARCHED, RANDOM_SEARCH, HILL_CLIMBING)
@@ -45,7 +47,6 @@ LEAST_UNITS = 6
 interval of a bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
 QUICK, CLAIM = 5, 10
 """Runs of a quick look and of a claim."""
-_CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
 
 Units = Float[np.ndarray, " U"]
 
@@ -235,7 +236,7 @@ def results(
     reference = hosts[TRAINED if TRAINED in outcomes else REFERENCE]
     found = [_result(outcomes[name], own, reference, objective, by_run) for name, own in hosts.items()]
     found.sort(key=lambda result: -result.objective)
-    constant = next((result for result in found if result.name in _CONSTANT), None)
+    constant = next((result for result in found if result.name in CONSTANT), None)
     return sorted(found, key=lambda result: 0 if result.name == TRAINED else 1 if result is constant else 2)
 
 

@@ -121,7 +121,7 @@ class RewardComparison:
             units = self.size.units
             few = counted(self.units, units.removesuffix("s"))
             return f"{few} cannot show whether rewards differ; at least {LEAST_UNITS} {units} are needed."
-        said = []
+        sentences = []
         for label, found in self.differences.items():
             words: dict[str, list[str]] = {"more": [], "less": [], "": []}
             for name, one in found.items():
@@ -129,10 +129,10 @@ class RewardComparison:
             parts = [f"{word} {', '.join(words[word])}" for word in ("more", "less") if words[word]]
             changed = f"{label} has {' and '.join(parts)} than {self.first}." if parts else ""
             same = f"{label} and {self.first} do not differ significantly in {', '.join(words[''])}."
-            said += [changed] * bool(parts) + [same] * bool(words[""])
+            sentences += [changed] * bool(parts) + [same] * bool(words[""])
         if self.size.groups == 1:
-            said.append("One run of each says nothing about other training seeds.")
-        return " ".join(said)
+            sentences.append("One run of each says nothing about other training seeds.")
+        return " ".join(sentences)
 
     @property
     def units(self) -> int:

@@ -59,7 +59,7 @@ from esper.tamiyo.policy_files import script_of, write_policy
 from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ThresholdRule, grid, neighbours
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
 from esper.tasks.registry import task_by_name
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import PassProgress, RunConsole
 from esper.telemetry.run_directory import plain_json
 from esper.tolaria.runtime import host_read
 
@@ -133,7 +133,6 @@ class Found:
 
     config: RunConfig
     spec: EngineSpec
-    num_envs: int
     budget: int
     env_steps: int
     stages: Sequence[tuple[str, Sequence[AnyTried]]]
@@ -191,7 +190,7 @@ class Found:
         found = {"schedule": self.schedule, "rule": self.rule, "heuristic": self.heuristic}
         winners = {name: candidate(winner) if winner else None for name, winner in found.items()}
         stages = [{"stage": name, "candidates": [candidate(one) for one in tried]} for name, tried in self.stages]
-        size = {"task": self.config.task, "num_envs": self.num_envs, **self._size()}
+        size = {"task": self.config.task, "num_envs": self.config.num_envs, **self._size()}
         return {**size, "waiting": self.waiting, **winners, "stages": stages}
 
     def show(self, folder: Path, console: RunConsole) -> None:
@@ -257,17 +256,18 @@ class TrainingHosts:
     Args:
         config: of the run whose hosts these are.
         num_envs: N.
-        on_pass: called after each control step with its share of a pass.
+        progress: advances with every control step.
     """
 
-    def __init__(self, config: RunConfig, num_envs: int, on_pass: Callable[[float], None] = lambda share: None) -> None:
-        config = replace(config, compile="off", num_envs=num_envs)  # many short episodes, no learner
+    def __init__(self, config: RunConfig, num_envs: int, progress: PassProgress | None = None) -> None:
+        self.config = config = replace(config, compile="off", num_envs=num_envs)  # many short episodes, no learner
+        self.progress = shown = progress or PassProgress(RunConsole(quiet=True), 0)
         device = device_of(config)
         self.engine = engine_of(
-            config, dataset_of(config, device), device, on_step=lambda _: on_pass(1.0 / config.episode_length)
+            config, dataset_of(config, device), device, on_step=lambda _: shown.advance(1.0 / config.episode_length)
         )
         self.spec, self.num_envs = self.engine.spec, num_envs
-        self._config, self._reward = config, reward_of(config, self.spec)
+        self._reward = reward_of(config, self.spec)
         self.passes = 0
         self._episodes = 0
 
@@ -289,7 +289,7 @@ class TrainingHosts:
         assert stats is not None, "nothing stops a pass"
         self.passes += 1
         known = replace(stats, committed_acc=np.nan_to_num(stats.committed_acc, nan=0.0))
-        return objective_of(known, self._config.reward)
+        return objective_of(known, self.config.reward)
 
     def follow(self, policy: Plan | PlannedRule | HeuristicRules, episode: int) -> np.ndarray:
         """100·J of each host [N] where all follow one policy."""
@@ -339,71 +339,73 @@ _ENOUGH = 64
 _FINALISTS = (2, 3)  # schedules, rules
 
 
-def search(
-    config: RunConfig,
-    *,
-    budget: int,
-    num_envs: int,
-    on_pass: Callable[[float], None] = lambda share: None,
-    on_stage: Callable[[str], None] = lambda stage: None,
-) -> Found:
+def search(config: RunConfig, *, budget: int, num_envs: int, progress: PassProgress | None = None) -> Found:
     """Search for the best schedule and rule of a task.
 
     Args:
         config: task, seed, and weights of J.
         budget: env-steps.
         num_envs: hosts that run at once.
-        on_pass: called after each control step with its share of a pass.
-        on_stage: takes the name of each stage when it begins.
+        progress: shows stages and passes.
 
     Raises:
         ConfigError, DataError: the budget is too small, or the hosts cannot be built.
     """
     passes = passes_of(budget, num_envs, config.episode_length)
-    hosts = TrainingHosts(config, num_envs, on_pass)
-    spec, stages = hosts.spec, list[tuple[str, list[Tried[Plan]]]]()
-
-    def run(stage: str, plans: Sequence[Plan], share: int) -> list[Tried[Plan]]:
-        on_stage(stage)
-        stages.extend((stage, rung) for rung in halve(hosts, plans, share, _KEPT))
-        return stages[-1][1]
-
-    for_schedules = passes - max(int(passes * _FOR_RULES), _LEAST_FOR_RULES)
-    for_grid = int(for_schedules * _FOR_GRID)
-    for_neighbours = for_schedules - for_grid
-    waiting, *others = grid(spec)
-    best = run("grid", [waiting, *shuffled(others, config.seed, 0)], for_grid)
-    rounds = 1 + (for_neighbours >= _TWO_ROUNDS)
-    for number in range(1, rounds + 1):
-        parents = [tried.policy for tried in best[:_PARENTS]]
-        near = dict.fromkeys(other for plan in parents for other in neighbours(plan, spec))
-        new = [plan for plan in near if plan not in parents]
-        best = run("neighbours", [*parents, *shuffled(new, config.seed, number)], for_neighbours // rounds)
-
-    on_stage("rules")
-    passes -= hosts.passes
-    steps, plans = _pool([tried.policy for tried in best], passes, num_envs)
-    values, features = observed(hosts, plans, steps, max(passes * 3 // 4 // (1 + len(plans)), 1))
-    pool = [Plan(), *plans]
-    passes -= values.shape[1] // num_envs * len(pool)
-    by_value = [pool[k] for k in np.argsort(-values.mean(axis=1), kind="stable")]
-    most_schedules, most_rules = _FINALISTS if passes >= sum(_FINALISTS) else (1, 1)
-    rules = best_rules(pool, values, features, most_rules)
-    on_stage("confirmation")
-    finalists = by_value[:most_schedules]
-    episodes = hosts.new_episodes(passes // (len(finalists) + len(rules)))
-    schedule, rule = hosts.tried(finalists, episodes)[0], next(iter(hosts.tried(rules, episodes)), None)
+    hosts = TrainingHosts(config, num_envs, progress)
+    stages = _schedules(hosts, passes - max(int(passes * _FOR_RULES), _LEAST_FOR_RULES))
+    winners = [tried.policy for tried in stages[-1][1]]
+    waiting, schedule, rule = _with_rules(hosts, winners, passes - hosts.passes)
     return Found(
-        config=config,
-        spec=spec,
-        num_envs=num_envs,
+        config=hosts.config,
+        spec=hosts.spec,
         budget=budget,
         env_steps=hosts.env_steps,
         stages=stages,
-        waiting=float(values[0].mean()),
+        waiting=waiting,
         schedule=schedule,
         rule=rule,
     )
+
+
+def _schedules(hosts: TrainingHosts, passes: int) -> list[tuple[str, list[Tried[Plan]]]]:
+    """The rungs of the grid, then those of the neighbours of its winners; the best schedules are in the last one."""
+    stages = list[tuple[str, list[Tried[Plan]]]]()
+
+    def run(stage: str, plans: Sequence[Plan], share: int) -> list[Plan]:
+        hosts.progress.stage(stage)
+        stages.extend((stage, rung) for rung in halve(hosts, plans, share, _KEPT))
+        return [tried.policy for tried in stages[-1][1][:_PARENTS]]
+
+    for_grid = int(passes * _FOR_GRID)
+    left, seed = passes - for_grid, hosts.config.seed
+    waiting, *others = grid(hosts.spec)
+    parents = run("grid", [waiting, *shuffled(others, seed, 0)], for_grid)
+    rounds = 1 + (left >= _TWO_ROUNDS)
+    for number in range(1, rounds + 1):
+        near = dict.fromkeys(other for plan in parents for other in neighbours(plan, hosts.spec))
+        new = [plan for plan in near if plan not in parents]
+        parents = run("neighbours", [*parents, *shuffled(new, seed, number)], left // rounds)
+    return stages
+
+
+def _with_rules(
+    hosts: TrainingHosts, winners: Sequence[Plan], passes: int
+) -> tuple[float, Tried[Plan], Tried[PlannedRule] | None]:
+    """Mean J of waiting, the best schedule, and the best rule between two of the winners, if there is one."""
+    hosts.progress.stage("rules")
+    steps, plans = _pool(winners, passes, hosts.num_envs)
+    values, features = observed(hosts, plans, steps, max(passes * 3 // 4 // (1 + len(plans)), 1))
+    pool = [Plan(), *plans]
+    passes -= values.shape[1] // hosts.num_envs * len(pool)
+    by_value = [pool[k] for k in np.argsort(-values.mean(axis=1), kind="stable")]
+    most_schedules, most_rules = _FINALISTS if passes >= sum(_FINALISTS) else (1, 1)
+    rules = best_rules(pool, values, features, most_rules)
+    hosts.progress.stage("confirmation")
+    finalists = by_value[:most_schedules]
+    episodes = hosts.new_episodes(passes // (len(finalists) + len(rules)))
+    schedule, rule = hosts.tried(finalists, episodes)[0], next(iter(hosts.tried(rules, episodes)), None)
+    return float(values[0].mean()), schedule, rule
 
 
 def _pool(winners: Sequence[Plan], passes: int, num_envs: int) -> tuple[tuple[int, ...], list[Plan]]:
@@ -517,7 +519,7 @@ _LEAST_HOSTS = 4
 
 @final
 class Watching(WaitOnly):
-    """Waits, and keeps the features of the hosts in some steps, which are no input of a decision."""
+    """Waits, and keeps the features of the hosts in some steps, which are not inputs of a decision."""
 
     def __init__(self, spec: EngineSpec, steps: Sequence[int]) -> None:
         super().__init__(spec)
@@ -600,22 +602,15 @@ _NUMBERS: Mapping[str, Sequence[float]] = {
 }
 
 
-def tune(
-    config: RunConfig,
-    *,
-    budget: int,
-    num_envs: int,
-    on_pass: Callable[[float], None] = lambda share: None,
-    on_stage: Callable[[str], None] = lambda stage: None,
-) -> Found:
+def tune(config: RunConfig, *, budget: int, num_envs: int, progress: PassProgress | None = None) -> Found:
     """Tune the heuristic; arguments and errors are those of `search`."""
     passes = passes_of(budget, num_envs, config.episode_length)
-    hosts = TrainingHosts(config, num_envs, on_pass)
+    hosts = TrainingHosts(config, num_envs, progress)
     generator = local_generator(config.seed, Stream.HEURISTIC_SEARCH)
     stages = list[tuple[str, list[Tried[HeuristicRules]]]]()
 
     def run(stage: str, candidates: Sequence[HeuristicRules], episodes: int = 1) -> list[Tried[HeuristicRules]]:
-        on_stage(stage)
+        hosts.progress.stage(stage)
         stages.append((stage, hosts.tried(candidates, hosts.new_episodes(episodes))))
         return stages[-1][1]
 
@@ -627,9 +622,8 @@ def tune(
     last = [tried.policy for tried in best[:_LAST]]
     (winner, *_) = run("confirmation", last, max((passes - hosts.passes) // len(last), 1))
     return Found(
-        config=config,
+        config=hosts.config,
         spec=hosts.spec,
-        num_envs=num_envs,
         budget=budget,
         env_steps=hosts.env_steps,
         stages=stages,
@@ -766,32 +760,26 @@ class PlanSearch:
                 f"--budget {self.structures * config.episode_length * LEAST_HOSTS_OF_PLANS}."
             )
 
-    def run(
-        self,
-        folder: Path,
-        on_pass: Callable[[float], None] = lambda share: None,
-        on_stage: Callable[[str], None] = lambda stage: None,
-    ) -> FoundPlans:
+    def run(self, folder: Path, progress: PassProgress) -> FoundPlans:
         """Train every structure on the same training hosts, and find the races among them.
 
         Args:
             folder: keeps the outcome of each structure; a second search continues there.
-            on_pass: called after each control step with its share of a pass.
-            on_stage: takes the name of each stage when it begins.
+            progress: shows stages and passes.
         """
         store, weights = OutcomeStore(folder / STRUCTURES), self.config.reward
 
         def tried(structures: Sequence[Architecture]) -> dict[Architecture, Outcome]:
-            return {structure: self._outcome(structure, store, on_pass) for structure in structures}
+            return {structure: self._outcome(structure, store, progress) for structure in structures}
 
-        on_stage("singles")
+        progress.stage("singles")
         outcomes = tried(self._first)
         alone = {structure: Curves.of([one], weights).worth[0, -1].mean() for structure, one in outcomes.items()}
-        on_stage("pairs")
+        progress.stage("pairs")
         pairs = sorted(combinations(self._first[1:], 2), key=lambda pair: -alone[pair[0]] - alone[pair[1]])
         together = [Architecture(a.slots + b.slots) for a, b in pairs if a.slots[0].slot != b.slots[0].slot]
         outcomes |= tried(together[: self._pairs])
-        on_stage("races")
+        progress.stage("races")
         curves, structures = Curves.of(list(outcomes.values()), weights), list(outcomes)
         worth_K, spent_K = (of[:, 0].mean(axis=1) for of in curves.at(()))
         order = np.argsort(-worth_K, kind="stable").tolist()
@@ -805,14 +793,14 @@ class PlanSearch:
             plans=best_plans(curves, structures),
         )
 
-    def _outcome(self, structure: Architecture, store: OutcomeStore, on_pass: Callable[[float], None]) -> Outcome:
+    def _outcome(self, structure: Architecture, store: OutcomeStore, progress: PassProgress) -> Outcome:
         config, controller = self.config, fixed([structure], self.config)
         hosts = {"run_seed": config.seed, "num_envs": self.hosts}
         key = key_of(config, self.dataset, controller, **hosts)
         if (found := store.get(key)) is not None:
-            on_pass(1.0)
+            progress.advance()
             return found
-        on_step = partial(on_pass, 1.0 / config.episode_length)
+        on_step = partial(progress.advance, 1.0 / config.episode_length)
         found = run_controller(config, self.dataset, self.device, controller, **hosts, on_step=on_step)
         store.put(key, found)
         return found

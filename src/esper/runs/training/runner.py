@@ -207,7 +207,7 @@ class Runner:
         return self.ranks.group.stop_asked()
 
     def _shown_of_all(self, shown: dict[str, object]) -> dict[str, object]:
-        """Tell the first rank how far this one is; on that one what all of them told so far."""
+        """Tell the first rank how far this one is; on that one what all of them have sent."""
         if self.ranks.alone:
             return shown
         known = self.ranks.group.newest(json.dumps((len(self.ranks.hosts), shown)))

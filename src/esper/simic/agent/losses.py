@@ -85,7 +85,7 @@ class LossSums:
 
 
 def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
-    """The sums of some hosts. A forced step is no decision: its ratio is always 1."""
+    """The sums of some hosts. A forced step is not a decision: its ratio is always 1."""
     log_ratio = _log_ratio(x)
     ratio, advantages = log_ratio.exp(), x.advantages[..., None]
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)

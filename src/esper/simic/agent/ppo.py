@@ -225,7 +225,7 @@ def minibatch_row(
 
 
 KL_STOP_FACTOR = 1.5
-MAX_BARREN_UPDATES = 3
+MAX_FAILED_UPDATES = 3
 
 
 @dataclass(kw_only=True)
@@ -238,7 +238,7 @@ class PPOAgent:
         selectable: blueprints a controller may choose, bool [num_blueprints].
         total_updates: length of the run, for the schedules.
         schedule_position: updates with at least one optimizer step.
-        barren_updates: consecutive updates without a finite minibatch.
+        failed_updates: consecutive updates without a finite minibatch.
     """
 
     network: TamiyoNetwork
@@ -248,7 +248,7 @@ class PPOAgent:
     selectable: Tensor
     total_updates: int
     schedule_position: int = 0
-    barren_updates: int = 0
+    failed_updates: int = 0
 
 
 @tensor_dataclass
@@ -313,11 +313,11 @@ def run_ppo_updates(
     metrics = aggregate_ppo_metrics(rows, read)
     agent.schedule_position += int(metrics["optimizer_steps"] > 0)
     agent.network.inverse_temperature.fill_(inverse_temperature(config, agent.schedule_position, agent.total_updates))
-    agent.barren_updates = 0 if metrics["finite_minibatches"] > 0 else agent.barren_updates + 1
+    agent.failed_updates = 0 if metrics["finite_minibatches"] > 0 else agent.failed_updates + 1
     buffer.reset()
-    if agent.barren_updates >= MAX_BARREN_UPDATES:
+    if agent.failed_updates >= MAX_FAILED_UPDATES:
         raise TrainingError(
-            f"{agent.barren_updates} updates in a row had no minibatch with a finite loss and gradient{_why(metrics)}, "
+            f"{agent.failed_updates} updates in a row had no minibatch with a finite loss and gradient{_why(metrics)}, "
             "so the policy cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check "
             "the rewards."
         )

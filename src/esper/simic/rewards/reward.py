@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.errors import ConfigError, RegistryError, nearest, registering
 from esper.leyline.lifecycle import BLENDED, GROWING, HAS_MODULE, LifecycleOp, SeedStage, stages_mask
 from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
 from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
@@ -373,15 +373,8 @@ def register_reward(
     name: str, *, summary: str = "", time_limit: TimeLimit = "truncate", fossils_as_players: bool = False
 ) -> Callable[[RewardFactory], RewardFactory]:
     """Register a function `RewardConfig -> RewardProtocol` as `name`; raises RegistryError if it is taken."""
-    if name in _REGISTRY:
-        raise RegistryError(f"a reward named {name!r} is registered already; choose another name.")
-
-    def register(build: RewardFactory) -> RewardFactory:
-        traits = ModeTraits(summary=summary, time_limit=time_limit, fossils_as_players=fossils_as_players)
-        _REGISTRY[name] = build, traits
-        return build
-
-    return register
+    traits = ModeTraits(summary=summary, time_limit=time_limit, fossils_as_players=fossils_as_players)
+    return registering("reward", name, _REGISTRY, lambda build: (build, traits))
 
 
 def reward_names() -> tuple[str, ...]:

@@ -136,10 +136,30 @@ def from_arrays(
     Raises:
         DataError: what is wrong, with the split, the field and the index of the first bad example.
     """
-    given = {
-        part: examples for part, examples in (("train", train), ("val", val), ("test", test)) if examples is not None
-    }
-    splits = {part: _split(f"{name}.{part}", examples, objective, inputs) for part, examples in given.items()}
+    given = {"train": train, "val": val, "test": test}
+    return from_stored(
+        name,
+        {part: stored(f"{name}.{part}", examples, inputs) for part, examples in given.items() if examples is not None},
+        objective=objective,
+        inputs=inputs,
+        augmentation=augmentation,
+        class_names=class_names,
+        run_seed=run_seed,
+    )
+
+
+def from_stored(
+    name: str,
+    given: Mapping[str, Stored],
+    *,
+    objective: Objective,
+    inputs: Inputs | None,
+    augmentation: Augmentation | Callable[[Any], Any] | None,
+    class_names: Sequence[str],
+    run_seed: int,
+) -> Dataset:
+    """The same from splits that are stored already, by their names."""
+    splits = {part: Split(of.x, _targets(f"{name}.{part}.y", of.y, objective)) for part, of in given.items()}
     for part, split in splits.items():
         _check_shapes(f"{name}.{part}", split, splits["train"])
     identity: dict[str, PlainValue] = {"name": name, "source": "arrays"}
@@ -148,17 +168,20 @@ def from_arrays(
         splits |= _split_off(splits["train"], missing, objective, run_seed)
         identity["split_seed"] = run_seed
     identity["sizes"] = tuple(len(splits[part]) for part in ("train", "val", "test"))
-    identity |= {"inputs": _words(inputs), "augmentation": _words(augmentation)}
-    classes = objective.num_classes if isinstance(objective, Classification) else 0
+    function = inputs.function if isinstance(inputs, StructuredInputs) else inputs
+    identity |= {"inputs": _words(function), "augmentation": _words(augmentation)}
+    structures = given["train"].x_structure, given["train"].y_structure
+    if structures != (None, None):
+        identity["structure"] = "{}, {}".format(*structures)
     _check_names(name, class_names, objective)
     return Dataset(
         identity=identity,
         train=splits["train"],
         val=splits["val"],
         test=splits["test"],
-        num_classes=classes,
+        num_classes=objective.num_classes if isinstance(objective, Classification) else 0,
         inputs=inputs,
-        augmentation=augmentation_of(augmentation, None),
+        augmentation=augmentation_of(augmentation, structures[0]),
         class_names=tuple(class_names),
     )
 
@@ -172,12 +195,6 @@ def _check_names(name: str, names: Sequence[str], objective: Objective) -> None:
     count = losses.num_classes
     if len(names) != count or len(set(names)) != count or not all(isinstance(one, str) for one in names):
         raise DataError(f"{name}: the class names are {list(names)}, expected {count} different texts, in order.")
-
-
-def _split(place: str, examples: object, objective: Objective, inputs: Inputs | None) -> Split:
-    """Checked examples of one split; `place` names it in messages."""
-    x, y, *_ = stored(place, examples, inputs)
-    return Split(x, _targets(f"{place}.y", y, objective))
 
 
 def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:

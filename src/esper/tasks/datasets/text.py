@@ -9,7 +9,7 @@ the memory, for a text of gigabytes as for a batch.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -177,12 +177,8 @@ class Shakespeare:
                     f"{path}: found {n} bytes, of which {len(part)} are the {name} part, expected at least "
                     f"{self.context + 1} (context + 1) there; use a longer text or a shorter context."
                 )
-        train, val, test = (windows(part.astype(np.int16), self.context) for part in parts)
-        val = val.spaced(min(len(val), self.val_windows or len(val)))
-        identity = _identity(SHAKESPEARE, path, content, self.context, (len(train), len(val), len(test)))
-        return Dataset(
-            identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=ByteTokenizer()
-        )
+        splits = [windows(part.astype(np.int16), self.context) for part in parts]
+        return _dataset(SHAKESPEARE, path, content, splits, self, ByteTokenizer(), {})
 
 
 @final
@@ -216,12 +212,8 @@ class Stories:
         one_class = torch.zeros(n, dtype=torch.int64)
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
         test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
-        val = val.spaced(min(len(val), self.val_windows or len(val)))
-        identity = _identity(STORIES, path, content, self.context, (len(train), len(val), len(test)))
-        identity |= {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
-        return Dataset(
-            identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=self.tokenizer
-        )
+        more = {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
+        return _dataset(STORIES, path, content, (train, val, test), self, self.tokenizer, more)
 
     def _split(self, stories: Iterable[bytes]) -> Split:
         storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
@@ -250,13 +242,24 @@ def padded_windows(texts: Iterable[Tokens], context: int, end: int, storage: np.
     return Split(torch.from_numpy(x), torch.from_numpy(y))
 
 
-def _identity(
-    source: Source, path: Path, content: bytes, context: int, sizes: tuple[int, ...]
-) -> dict[str, PlainValue]:
-    return {
+def _dataset(
+    source: Source,
+    path: Path,
+    content: bytes,
+    splits: Sequence[Split],
+    loader: Shakespeare | Stories,
+    tokenizer: Tokenizer,
+    more: Mapping[str, PlainValue],
+) -> Dataset:
+    """The windows of the training, validation and test part; `more` decides them besides the file."""
+    train, val, test = splits
+    val = val.spaced(min(len(val), loader.val_windows or len(val)))
+    identity = {
         "name": source.name,
         "source": str(path.parent.resolve()),
         "files": ((path.name, hashlib.sha256(content).hexdigest()),),
-        "context": context,
-        "sizes": sizes,
+        "context": loader.context,
+        "sizes": (len(train), len(val), len(test)),
+        **more,
     }
+    return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=tokenizer)

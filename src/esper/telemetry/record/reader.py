@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import duckdb
 
 from esper.leyline.errors import QueryError, RunDirectoryError
-from esper.leyline.files import json_of, mode_of, open_to_read, read_text, toml_of
+from esper.leyline.files import Closing, json_of, mode_of, open_to_read, read_text, toml_of
+from esper.leyline.lifecycle import OP_NAMES
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
@@ -33,7 +34,6 @@ from esper.telemetry.record.schema import (
     EPISODES,
     EVALUATIONS,
     FLAG,
-    OP_NAMES,
     REWARDS,
     ROUNDS,
     RUNS,
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 @final
-class Record:
+class Record(Closing):
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
     def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
@@ -132,23 +132,21 @@ class Record:
 
         return self._run(sql, (), fetch)
 
-    def frame(self, sql: str, params: Sequence[object] = ()) -> "pandas.DataFrame":
+    def frame(self, sql: str) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
         with _needed("pandas"):
             import pandas
-        return self._run(sql, params, lambda found: pandas.DataFrame(found.df()))
+        return self._run(sql, (), lambda found: pandas.DataFrame(found.df()))
 
-    def polars(self, sql: str, params: Sequence[object] = ()) -> "polars.DataFrame":
+    def polars(self, sql: str) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
         with _needed("polars"):
             import polars
-        return self._run(
-            sql,
-            params,
-            lambda found: polars.DataFrame(
-                found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None
-            ),
-        )
+
+        def fetch(found: duckdb.DuckDBPyConnection) -> "polars.DataFrame":
+            return polars.DataFrame(found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None)
+
+        return self._run(sql, (), fetch)
 
     def anomaly_lines(self) -> list[str]:
         """A line for each kind of anomaly, with its rounds and advice."""
@@ -167,12 +165,6 @@ class Record:
     def close(self) -> None:
         """Close the database."""
         self._database.close()
-
-    def __enter__(self) -> "Record":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self, sql: str, params: Sequence[object], fetch: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
         """What `fetch` takes from the result."""

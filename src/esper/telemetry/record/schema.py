@@ -7,9 +7,7 @@ applicable.
 
 from typing import NamedTuple
 
-from esper.leyline.lifecycle import LifecycleOp
-
-OP_NAMES = tuple(op.name for op in LifecycleOp)
+from esper.leyline.lifecycle import OP_NAMES
 
 
 class Column(NamedTuple):
@@ -259,6 +257,9 @@ EVALUATIONS = Table(
         Column("training_flops", "DOUBLE", "", "floating point operations of the training"),
     ),
 )
+
+TRAINED, CONSTANT = "trained", ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
+"""Controllers of an evaluation: the one of the run, and those that do the same in every episode."""
 
 TABLES: tuple[Table, ...] = (
     RUNS, ROUNDS, EPISODES, STEPS, DECISIONS, SLOTS, SEEDS, REWARDS, COALITIONS, UPDATES, ANOMALIES, EVALUATIONS,

@@ -110,7 +110,9 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     """The candidates of one or more methods of growth, points against FLOPs, the kept one of each in colour."""
     figure = _empty(9.0, 5.5)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
-    dress(ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept")
+    label_axes(
+        ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept"
+    )
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:
             label = None if kept is None else f"{method}: {name}, {kept:.2f}"
@@ -134,7 +136,7 @@ def write_equal_compute(report: Mapping[str, Any], path: Path) -> None:
                     fontweight="bold")  # fmt: skip
     for place, (value, title) in enumerate((("objective", "100·J"), ("test", "Test accuracy"))):
         ax = figure.add_subplot(grid[0, place])
-        dress(ax, title, "over the FLOPs of training and measuring a host; lines: the same with a larger budget")
+        label_axes(ax, title, "over the FLOPs of training and measuring a host; lines: the same with a larger budget")
         for name, curve in curves.items():
             flops, values = ([point[of] for point in curve] for of in ("flops", value))
             ax.plot(flops, values, color=colored[name], linewidth=1.8, marker="o", markersize=5.0, label=name)
@@ -149,7 +151,7 @@ def write_equal_compute(report: Mapping[str, Any], path: Path) -> None:
         _written(figure, path)
 
 
-def dress(ax: Axes, title: str, note: str) -> None:
+def label_axes(ax: Axes, title: str, note: str) -> None:
     """A heading instead of axis labels, and few lines."""
     ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=24)
     ax.text(0.0, 1.035, note, transform=ax.transAxes, fontsize=9, color=FAINT)
@@ -194,12 +196,12 @@ def _line(
 
 
 def _objective(ax: Axes, curves: Payload) -> None:
-    dress(ax, "100·J", f"accuracy that is kept minus the price of the growth; {BAND}")
+    label_axes(ax, "100·J", f"accuracy that is kept minus the price of the growth; {BAND}")
     _line(ax, curves, "objective", BLUE)
 
 
 def _accuracy(ax: Axes, curves: Payload) -> None:
-    dress(ax, "Accuracy", "validation, % at the end of each round")
+    label_axes(ax, "Accuracy", "validation, % at the end of each round")
     lines = {"committed": (BLUE, "-", "kept network"), "live": (RED, ":", "with all seeds")}
     highest = max(lines, key=lambda name: curves[name][-1] or 0.0)
     for name, (color, style, _) in lines.items():
@@ -211,13 +213,13 @@ def _accuracy(ax: Axes, curves: Payload) -> None:
 def _growth(ax: Axes, curves: Payload) -> None:
     outside = any(not low <= mean <= high for mean, low, high in _banded(curves, "growth"))
     note = "; few hosts move the mean out" * outside
-    dress(ax, "Growth", f"parameters, host = 1; {BAND}{note}")
+    label_axes(ax, "Growth", f"parameters, host = 1; {BAND}{note}")
     _line(ax, curves, "growth", BLUE)
     ax.set_ylim(bottom=1.0)
 
 
 def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
-    dress(ax, "Operations", "effective operations per host and round, waiting left out")
+    label_axes(ax, "Operations", "effective operations per host and round, waiting left out")
     if not counts:
         return
     rounds, floor = counts["round"], [0.0] * len(counts["round"])
@@ -247,7 +249,7 @@ def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:
     note = (
         f"round {newest['round']}, slots of {len(hosts)} of the {newest['total']} hosts; colour: stage, height: alpha"
     )
-    dress(ax, "Life of the seeds", note)
+    label_axes(ax, "Life of the seeds", note)
     seed_lanes(ax, {f"host {host['host']}": host["segments"] for host in hosts}, run["slots"], run["episode_length"])
 
 

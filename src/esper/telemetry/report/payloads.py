@@ -7,10 +7,9 @@ Rows are aggregated in SQL. Whatever is not in the record is None here, and an e
 
 import json
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import combinations, groupby, pairwise
-from math import factorial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,10 @@ from typing_extensions import TypedDict
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
+from esper.leyline.shapley import shapley_values
 from esper.telemetry.anomalies import RULES
 from esper.telemetry.record.reader import Record, evaluation_files
+from esper.telemetry.record.schema import CONSTANT, TRAINED
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
 
 POINTS = 2000
@@ -74,9 +75,6 @@ def columns_of(rows: list[dict[str, Any]]) -> Payload:
 
 WINDOW = 10
 """Last rounds over which two runs are compared."""
-CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
-"""Controllers that do the same in every episode."""
-TRAINED = "trained"
 
 
 def runs(record: Record) -> list[Payload]:
@@ -375,7 +373,7 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
     if not players or not all(base <= members for members in known):
         return None
     values = {members - base: score for members, score in known.items()}
-    complete = all(subset in values for subset in subsets(players))
+    complete = sum(subset <= full for subset in values) == 2 ** len(players)
     parts: dict[tuple[str, ...], float] = {}
     for p in players:
         if (gain := _single(values, frozenset(players), p, complete)) is not None:
@@ -389,13 +387,8 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         "parts": [{"members": list(members), "value": value} for members, value in parts.items()],
         "rest": known[full] - known[base] - sum(parts.values()),
         "method": "subsets" if complete else "leave one out",
-        "shapley": {p: shapley(values, players, p) for p in players} if complete else None,
+        "shapley": _shapley(values, players) if complete else None,
     }
-
-
-def subsets(players: list[str]) -> Iterator[Coalition]:
-    """All subsets of the players, the empty one first."""
-    return (frozenset(chosen) for size in range(len(players) + 1) for chosen in combinations(players, size))
 
 
 def _single(values: Mapping[Coalition, float], players: Coalition, p: str, complete: bool) -> float | None:
@@ -412,13 +405,9 @@ def _pair(values: Mapping[Coalition, float], p: str, q: str) -> float:
     return values[one | other] - values[one] - values[other] + values[none]
 
 
-def shapley(values: Mapping[Coalition, float], players: list[str], player: str) -> float:
-    """Mean of what a seed adds, over all orders in which the seeds could be added."""
-    others, n = [p for p in players if p != player], len(players)
-    return sum(
-        factorial(len(s)) * factorial(n - len(s) - 1) / factorial(n) * (values[s | {player}] - values[s])
-        for s in subsets(others)
-    )
+def _shapley(values: Mapping[Coalition, float], players: list[str]) -> dict[str, float]:
+    subsets = (frozenset(p for i, p in enumerate(players) if bits >> i & 1) for bits in range(2 ** len(players)))
+    return dict(zip(players, shapley_values([values[subset] for subset in subsets]), strict=True))
 
 
 # Behaviour and learning -----------------------------------------------------------------------------------------------

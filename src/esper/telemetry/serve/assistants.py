@@ -95,7 +95,7 @@ def _explained(tool: Callable[P, object]) -> Callable[P, str]:
 
 
 class _Tools:
-    """The tools; their docstrings are what an assistant is told about them."""
+    """The tools; their docstrings are what an assistant reads about them."""
 
     def __init__(self, runs: Runs, seconds: float) -> None:
         self._runs, self._seconds = runs, seconds

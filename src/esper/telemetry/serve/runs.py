@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn, final
 
 from esper.leyline.errors import QueryError, RunDirectoryError, command
+from esper.leyline.files import Closing
 from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, damage_said, evaluation_files, open_record
 from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounds_of, segments, waterfall
@@ -70,7 +71,7 @@ class _Opened:
 
 
 @final
-class Runs:
+class Runs(Closing):
     """The runs below a path; safe to use from several threads.
 
     Records stay open until `close`, or the end of a `with` block.
@@ -208,12 +209,6 @@ class Runs:
                 opened = self._opened.popitem()[1]
                 with opened.lock:
                     opened.close()
-
-    def __enter__(self) -> "Runs":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _folders(root: Path, folder: str) -> list[tuple[str, bool]]:

@@ -64,7 +64,7 @@ def network_executor(
                 continue
             return executor, name
         except refusal as error:
-            if config.num_envs > 1:  # a single host is no slower without it
+            if config.num_envs > 1:  # a single host is as fast without it
                 warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
     return _build("streamed", config, data), "streamed"
 

@@ -41,7 +41,14 @@ MARKERS = ("<!-- practice: begin -->", "<!-- practice: end -->")
 MARKERS_OF_TIME = ("<!-- practice, same time: begin -->", "<!-- practice, same time: end -->")
 LONG = "plain, long"
 GROWING = ("auto", "plain", "portfolio", "halving", "hill_climbing")
-METHODS = ("plain", "plain, long", "wider", "wider, long", *(GROWN + name for name in GROWING))
+METHODS = (
+    "plain",
+    "plain, long",
+    "plain, long, small batches",
+    "wider",
+    "wider, long",
+    *(GROWN + name for name in GROWING),
+)
 FILE = "results.jsonl"
 START = 5.0
 """Seconds of a growth beside its minutes: for the start and the test."""

@@ -10,7 +10,7 @@ Only the last state of a run is measured, on the validation split; the best of s
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ TRAINING = 3
 """Forward passes that a forward and a backward pass count as."""
 _TRIED = 30
 """Batches of a trial of the threads."""
+ENOUGH, SMALLEST = 2_000, 8
+"""Batches that a long run by small ones has at least, unless they would be smaller than the second number."""
 MEASURED = 1_000
 """Examples of a batch without gradients."""
 
@@ -47,6 +49,7 @@ class Plan:
     rates: tuple[float, ...]
     steps: int
     cost: float
+    batch: int
 
 
 def num_params(net: nn.Module) -> int:
@@ -68,16 +71,25 @@ def budget_of(host: Host, data: Data, epochs: float) -> float:
 
 
 def plans(host: Host, data: Data, budget: float) -> dict[str, Plan]:
-    """The network as it is and a wider one, each by its best of three learning rates or in one long run."""
+    """The network as it is and a wider one, each by its best of three learning rates or in one long run.
 
-    def plan(width: float, rates: tuple[float, ...]) -> Plan:
-        fixed, each = (_cost(host, data, width, runs=len(rates), steps=steps) for steps in (0, 1))
+    The long run by small batches has lower learning rates (Malladi et al. 2022, arXiv 2205.10287).
+    """
+
+    def plan(width: float, rates: tuple[float, ...], batch: int = host.batch) -> Plan:
+        this = replace(host, batch=batch)
+        fixed, each = (_cost(this, data, width, runs=len(rates), steps=steps) for steps in (0, 1))
         steps = math.floor((budget - fixed) / (each - fixed) + 1e-6)
-        return Plan(width=width, rates=rates, steps=steps, cost=fixed + steps * (each - fixed))
+        return Plan(width=width, rates=rates, steps=steps, cost=fixed + steps * (each - fixed), batch=batch)
 
+    long = plan(1.0, host.rates[1:2])
+    small = host.batch
+    while long.steps * host.batch < ENOUGH * small and small // 2 >= SMALLEST:
+        small //= 2
     return {
         "plain": plan(1.0, host.rates),
-        "plain, long": plan(1.0, host.rates[1:2]),
+        "plain, long": long,
+        "plain, long, small batches": plan(1.0, (host.rates[1] * math.sqrt(small / host.batch),), small),
         "wider": plan(WIDER, host.rates),
         "wider, long": plan(WIDER, host.rates[1:2]),
     }
@@ -90,6 +102,7 @@ def _cost(host: Host, data: Data, width: float, *, runs: int, steps: int) -> flo
 
 def run(host: Host, data: Data, plan: Plan, seed: int) -> Found:
     """Train by every rate of the plan, and test the network that is best on the validation split."""
+    host = replace(host, batch=plan.batch)
     nets = [trained(host, data, plan.width, rate, plan.steps, seed) for rate in plan.rates]
     vals = [accuracy(net, data, data.val) for net in nets]
     best = max(range(len(nets)), key=vals.__getitem__)
@@ -108,7 +121,7 @@ def fastest_threads(host: Host, data: Data, plan: Plan, most: int) -> int:
     for threads in (1, most, 1, most):
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        trained(host, data, plan.width, plan.rates[0], min(plan.steps, _TRIED), seed=0)
+        trained(replace(host, batch=plan.batch), data, plan.width, plan.rates[0], min(plan.steps, _TRIED), seed=0)
         seconds[threads] = time.perf_counter() - began  # the second time counts
     return min(seconds, key=seconds.__getitem__)
 

@@ -117,14 +117,37 @@ def test_a_race_tries_rates_then_architectures_then_the_best_two():
 
 def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow):
     flops = STEP * grow("plain", steps=1).entries[0].flops
-    growth = grow("auto", flops=60 * flops)  # a stage of 6 % has 14 batches
+    growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
-    assert growth.end == growth.steps > 60
+    assert growth.end == growth.steps > 30
     rich = grow("auto", flops=200 * flops)
     assert len(rich.entries) == len(RATES)
     assert rich.stages[1].new > 0
-    assert rich.end * 4 >= 20  # batches of the first stage
+    assert rich.end * 8 >= 20  # batches of the first stage, of half the size
     assert rich.steps >= 3 * 12  # three trainings of the network alone are left to the one that is kept
+
+
+def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):
+    of_step = STEP_MEASURED * grow("plain", steps=1).entries[0].flops
+    growth, rich = grow("auto", flops=60 * of_step), grow("auto", flops=501 * of_step)
+    assert (growth.batch, rich.batch) == (8, 16)  # 240 and 2,004 batches of 16; there are none below 8
+    assert growth.plan.endswith("batches of 8 instead of 16 examples, because the budget holds few")
+    assert "batches" not in rich.plan
+    data, optimizer = growth._engine.executor.data, growth._engine.executor.data.population.optimizer_spec
+    assert data.batch_train == 8
+    assert (optimizer.host_lr, optimizer.seed_lr) == pytest.approx((1e-2 / math.sqrt(2), 1e-2 / math.sqrt(2)))
+    assert growth._prices.of_step(1.0) == rich._prices.of_step(1.0)  # as many examples
+    assert grow("halving", flops=60 * of_step).batch == grow("auto", flops=60 * of_step, steps=3).batch == 16
+
+
+@pytest.mark.parametrize(("seconds", "batch"), [((1.2, 1.0), 8), ((1.3, 1.0), 16)])
+def test_under_minutes_smaller_batches_are_left_where_they_take_much_longer(grow, monkeypatch, seconds, batch):
+    growth = grow("plain", minutes=5.0, flops=1e5 * STEP)
+    growth.batch = 16
+    paces = iter(seconds)  # of an example in smaller batches, and in those of the task
+    monkeypatch.setattr(Growth, "_pace", lambda self, *given: next(paces))
+    growth._halve_batches(1e-3)
+    assert growth.batch == batch
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():
@@ -452,6 +475,7 @@ def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
         ("rows", [99], "do not fit together"),
         ("rows", [], "do not fit together"),
         ("stage", 3, "do not fit together"),
+        ("batch", 17, "has batches of 17 examples, but those of the task have 16"),
         ("best", [0, 99], "do not fit together"),
         ("entries", [], "do not fit together"),
         ("entries", ["x"], r"entries\[0\] is \"x\""),

@@ -18,6 +18,8 @@ one for each validation example that is measured: few in each step, all behind a
 once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine. There candidates that
 run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
+Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them.
+
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
 """
@@ -76,6 +78,11 @@ _MANY_RUNS = 6.0
 _RACED, _MOST_RACED = 0.65, 3.0
 """Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
+_SHORT, _SMALLEST_BATCH = 2_000, 8
+"""Batches of the network alone in the whole budget below which "auto" halves their size, and the smallest size that it
+makes: more steps are worth more there than smoother gradients (docs/experiments.md)."""
+_SLOWER = 1.25
+"""Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
 """Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
 _MEASURED = 0.02
@@ -397,6 +404,7 @@ class _Saved:
     failed: AtLeast0
     begun: AtLeast0
     measured: AtLeast0
+    batch: AtLeast1
 
     def __post_init__(self) -> None:
         trained, (best, step) = set(self.rows), self.best or (0, 0)
@@ -428,6 +436,7 @@ class Growth:
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
         best: entry and step of the network that is kept if growth ends now.
+        batch: examples per batch.
         t: steps so far. steps: those that are planned. spent: FLOPs so far.
         lasted: the same, but once for those that were spent at the same time.
         seconds: so far, with those before a stop; training_seconds: without those between stages.
@@ -461,7 +470,7 @@ class Growth:
         self.rows: list[int] = []
         self.best: tuple[int, int] | None = None
         self._best_state: StateTree = {}
-        self.steps = config.episode_length
+        self.steps, self.batch = config.episode_length, config.batch_train
         self._before = (0.0, 0.0)
         self._engine = self._built([Candidate()])
         self._prices = Prices(self._config, dataset, self._engine)
@@ -479,6 +488,8 @@ class Growth:
         batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
         self._trial_seconds, self._at_once = trial.batch_seconds / batch, 1.0
         self._fixed, self._asked, self._keep = steps, method, keep
+        if method == "auto" and not steps:
+            self._halve_batches(trial.batch_seconds)
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         if budget.minutes is not None:
             self._try_time(trial.batch_seconds, budget.minutes, _COPIES if trial.together else trial.threads)
@@ -487,6 +498,40 @@ class Growth:
         self._is_rich = runs >= _MANY_RUNS
         begin, self.stages = self._plan(method)
         self.begin(begin)
+
+    def _halve_batches(self, batch_seconds: float) -> None:
+        """Take smaller batches where the budget holds few; under minutes, unless they take much longer.
+
+        Under FLOPs alone a GPU, which needs large ones, keeps those of the task.
+        """
+        given, batches = self.batch, self._left() / self._of_step(Candidate()) * self._prices.batches
+        while batches < _SHORT and self.batch // 2 >= _SMALLEST_BATCH:
+            self.batch, batches = self.batch // 2, 2.0 * batches
+        if self.budget.minutes is not None and self.batch < given:
+            seconds, halved = min(_TRIED * 60.0 * self.budget.minutes, _MOST_TRIED), self.batch
+            smaller = self._pace([Candidate()], seconds, batch_seconds * halved / given)
+            self.batch = given
+            if smaller <= _SLOWER * self._pace([Candidate()], seconds, batch_seconds):
+                self.batch = halved
+        elif self._device.type != "cpu":
+            self.batch = given
+        self._prices = Prices(self._config, self._dataset, self._engine, self._task(self._config))
+
+    def _task(self, config: RunConfig) -> TaskSpec:
+        """The task of a configuration, with the batches that were chosen and as many examples in a step.
+
+        Learning rates follow the batches: Malladi et al. 2022 (arXiv 2205.10287) for Adam, Goyal et al. 2017 (arXiv
+        1706.02677) for SGD.
+        """
+        task, optimizer = config.task_spec(), config.optimizer
+        share = self.batch / task.batch_train
+        rate = share if optimizer.kind == "sgd" else math.sqrt(share)
+        return replace(
+            task,
+            batch_train=self.batch,
+            batches_per_step=task.batches_per_step and round(task.batches_per_step / share),
+            optimizer=replace(optimizer, host_lr=rate * optimizer.host_lr, seed_lr=rate * optimizer.seed_lr),
+        )
 
     def _try_time(self, batch_seconds: float, minutes: float, copies: int) -> None:
         """Measure how many candidates run in the time of one, and then the seconds of a FLOP of one.
@@ -503,7 +548,7 @@ class Growth:
         """Seconds of a FLOP in the second of two short steps of these candidates, or of some, which last `seconds`."""
         batches = max(1, int(0.5 * seconds / batch_seconds))
         some = some[: min(self._most, batches)]
-        task = self._config.task_spec()
+        task = self._task(self._config)
         task = replace(task, batches_per_step=min(self._prices.batches, batches // len(some)))
         engine = self._built(some, task)
         client = baseline_of("wait_only", self._config, engine.spec)
@@ -673,6 +718,7 @@ class Growth:
         hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)
         rates = [candidate.rate for candidate in candidates]
+        task = task or self._task(config)
         return engine_of(
             config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, task=task, lr_factors=rates
         )
@@ -879,7 +925,10 @@ class Growth:
         flops, costs = self.budget.flops, self._costs_left()
         planned = self.spent + stages_cost(costs, self._until, self.steps, self.t) + self._measuring(costs)
         most = f"at most {short(flops)} FLOPs" if flops else f"about {short(planned)} FLOPs"
-        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}"
+        given, halved = self._config.batch_train, ""
+        if self.batch < given:
+            halved = f", batches of {self.batch} instead of {given} examples, because the budget holds few"
+        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}{halved}"
 
     @property
     def place(self) -> str:
@@ -913,6 +962,11 @@ class Growth:
     def read(self, file: Path) -> None:
         """Continue where `write` was called; raises CheckpointError if the file is damaged or of another growth."""
         found, state = read_checked(file, _Saved, "; remove it to begin again")
+        if found.batch > (most := self._config.batch_train):
+            raise CheckpointError(
+                f"{file} has batches of {found.batch} examples, but those of the task have {most}; remove it "
+                "to begin again."
+            )
         if found.key != self.key:
             raise CheckpointError(
                 f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
@@ -920,5 +974,6 @@ class Growth:
             )
         for name in vars(found).keys() - {"key"}:
             setattr(self, name, getattr(found, name))
+        self._prices = Prices(self._config, self._dataset, self._engine, self._task(self._config))
         self._best_state = below("best", state)
         self._load(below("rows", state))

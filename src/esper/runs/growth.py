@@ -488,7 +488,9 @@ class Growth:
         batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
         self._trial_seconds, self._at_once = trial.batch_seconds / batch, 1.0
         self._fixed, self._asked, self._keep = steps, method, keep
-        if method == "auto" and not steps:
+        if (
+            method == "auto" and not steps and task.last_batch != "keep"
+        ):  # a last batch may become too small to train on
             self._halve_batches(trial.batch_seconds)
         self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
         if budget.minutes is not None:

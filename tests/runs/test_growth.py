@@ -471,7 +471,9 @@ def test_the_file_of_another_growth_is_refused(grow, begun, tmp_path: Path):
         ("stages", [{"until": 0.5, "kept": 0}] * 3, r"stages\[0\].kept is 0; it must be at least 1"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_though_its_checksum_is_right(begun, tmp_path: Path, name, value, message):
+def test_a_file_that_makes_no_sense_is_refused_though_its_checksum_is_right(
+    begun, tmp_path: Path, name, value, message
+):
     growth, file = begun
     about, state = read_state(file)
     write_state(tmp_path / "altered", about | {name: value}, state)

@@ -64,7 +64,7 @@ STEP_MEASURED = 3 * 64 + 4
 """The same with the few examples that a step measures."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def grow() -> Iterator[Callable[..., Growth]]:
     """`grow("halving", flops=...)`: a growth of the task, before its first step."""
     with ExitStack() as stack:
@@ -80,6 +80,21 @@ def grow() -> Iterator[Callable[..., Growth]]:
             return Growth(own, dataset, CPU, method=method, budget=Budget(**budget), seed=seed, steps=steps, keep=keep)
 
         yield begun
+
+
+@pytest.fixture(scope="module")
+def step_flops(grow: Callable[..., Growth]) -> float:
+    """What a step of the network alone costs, with a measurement of all examples."""
+    return STEP * grow("plain", steps=1).entries[0].flops
+
+
+@pytest.fixture(scope="module")
+def begun(grow: Callable[..., Growth], tmp_path_factory: pytest.TempPathFactory) -> tuple[Growth, Path]:
+    """A growth of one step and its file, neither to be changed."""
+    growth, file = grow("halving"), tmp_path_factory.mktemp("growth") / "unfinished"
+    growth.step()
+    growth.write(file)
+    return growth, file
 
 
 def finished(growth: Growth) -> Growth:
@@ -115,8 +130,8 @@ def test_a_race_tries_rates_then_architectures_then_the_best_two():
     assert racing_stages(new=0) == (Stage(0.06, 3), Stage(1.0, 1))
 
 
-def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow):
-    flops = STEP * grow("plain", steps=1).entries[0].flops
+def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow, step_flops):
+    flops = step_flops
     growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
     assert growth.end == growth.steps > 30
@@ -180,8 +195,8 @@ def test_one_step_more_than_the_longest_growth_would_cost_too_much(sizes, budget
     assert cost(steps + 1) > budget or steps == MAX_EPISODE_LENGTH
 
 
-def test_a_growth_uses_its_budget_and_ends_with_one_network(grow):
-    flops = 40 * STEP * grow("plain", steps=1).entries[0].flops
+def test_a_growth_uses_its_budget_and_ends_with_one_network(grow, step_flops):
+    flops = 40 * step_flops
     growth = finished(grow("halving", flops=flops))
     assert 0.8 * flops < growth.spent <= flops
     assert growth.spent == pytest.approx(sum(entry.spent for entry in growth.entries))
@@ -191,9 +206,9 @@ def test_a_growth_uses_its_budget_and_ends_with_one_network(grow):
 
 @pytest.mark.parametrize("method", ["plain", "portfolio", "halving", "hill_climbing", "auto"])
 @pytest.mark.parametrize("runs", [0.7, 4.3])
-def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, method, runs):
+def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, step_flops, method, runs):
     params = 400
-    flops = runs * 12 * STEP * grow("plain", steps=1).entries[0].flops
+    flops = runs * 12 * step_flops
     growth = finished(grow(method, flops=flops, params=params))
     assert growth.spent <= flops
     network, entry, _ = growth.result()
@@ -327,8 +342,8 @@ def test_who_goes_on_is_bitwise_what_it_would_be_without_the_others(grow):
     assert (alone.entries[0].val, alone.entries[0].loss) == (last.val, last.loss)
 
 
-def test_the_rate_and_the_architecture_are_chosen_apart(grow):
-    growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+def test_the_rate_and_the_architecture_are_chosen_apart(grow, step_flops):
+    growth = grow("halving", flops=60 * step_flops)
     assert {entry.candidate.rate for entry in growth.entries} == set(RATES)
     for entry in growth.entries:  # the rate 3 is best for the network alone, norm is best at rate 1
         entry.val, entry.loss = [50.0], [0.1 if "norm" in str(entry.candidate) else 1.0 - 0.1 * entry.candidate.rate]
@@ -337,8 +352,8 @@ def test_the_rate_and_the_architecture_are_chosen_apart(grow):
     assert growth.entries[growth.rows[0]].candidate.rate == 3.0
 
 
-def test_twice_the_price_must_lower_the_loss_by_a_tenth(grow):
-    growth = grow("halving", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+def test_twice_the_price_must_lower_the_loss_by_a_tenth(grow, step_flops):
+    growth = grow("halving", flops=60 * step_flops)
     alone, twice = growth.rows[:2]
     growth.entries[twice].flops = 2.0 * growth.entries[alone].flops
     growth.entries[alone].loss, growth.entries[twice].loss = [0.99], [0.91]  # 0.91 * 1.1 = 1.001
@@ -354,8 +369,8 @@ def test_twice_the_price_must_lower_the_loss_by_a_tenth(grow):
     assert growth._merit(twice) == -math.inf
 
 
-def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow):
-    growth = grow("hill_climbing", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow, step_flops):
+    growth = grow("hill_climbing", flops=60 * step_flops)
     while len(growth.entries) == 3:
         growth.step()
     first = growth.entries[3]
@@ -381,8 +396,8 @@ def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(
 
 
 @pytest.mark.parametrize("method", ["halving", "hill_climbing"])
-def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained(grow, method):
-    growth = grow(method, flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained(grow, step_flops, method):
+    growth = grow(method, flops=60 * step_flops)
     while growth.stage == 0:
         growth.step()
     best = max(entry.val[-1] for entry in growth.entries if entry.born < growth.t)
@@ -392,8 +407,8 @@ def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained
     assert all(spent or not points for _, spent, points, _ in growth.leaderboard(entry, growth.t, None).courses)
 
 
-def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow):
-    growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops)
+def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow, step_flops):
+    growth = grow("plain", flops=60 * step_flops)
     while growth.stage == 0:
         growth.step()
     row, t = growth.best
@@ -424,8 +439,8 @@ def test_the_best_step_is_kept_on_request(grow):
     assert growth.leaderboard(entry, steps, None).val == pytest.approx(network.description.val)
 
 
-def test_a_warm_up_is_cut_to_the_first_stage(grow):
-    growth = grow("plain", flops=60 * STEP * grow("plain", steps=1).entries[0].flops, warmup=11)
+def test_a_warm_up_is_cut_to_the_first_stage(grow, step_flops):
+    growth = grow("plain", flops=60 * step_flops, warmup=11)
     assert 2 <= growth.end < 11
     assert growth._engine.executor.data.lr_factors(1)[0, 0] < 1.0
     while growth.stage == 0:
@@ -450,17 +465,15 @@ def test_a_growth_that_was_stopped_continues_bitwise(grow, tmp_path: Path, metho
     assert again.spent == undisturbed.spent
 
 
-def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
-    growth = grow("halving")
-    growth.step()
-    growth.write(tmp_path / "unfinished")
+def test_the_file_of_another_growth_is_refused(grow, begun, tmp_path: Path):
+    growth, file = begun
     with pytest.raises(CheckpointError, match="belongs to a growth with other settings"):
-        grow("halving", seed=4).read(tmp_path / "unfinished")
-    content = bytearray((tmp_path / "unfinished").read_bytes())
+        grow("halving", seed=4).read(file)
+    content = bytearray(file.read_bytes())
     content[-20] ^= 1
-    (tmp_path / "unfinished").write_bytes(content)
+    (tmp_path / "damaged").write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        grow("halving").read(tmp_path / "unfinished")
+        growth.read(tmp_path / "damaged")
 
 
 @pytest.mark.parametrize(
@@ -482,14 +495,14 @@ def test_the_file_of_another_growth_is_refused(grow, tmp_path: Path):
         ("stages", [{"until": 0.5, "kept": 0}] * 3, r"stages\[0\].kept is 0; it must be at least 1"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_though_its_checksum_is_right(grow, tmp_path: Path, name, value, message):
-    growth, file = grow("halving"), tmp_path / "unfinished"
-    growth.step()
-    growth.write(file)
+def test_a_file_that_makes_no_sense_is_refused_though_its_checksum_is_right(
+    begun, tmp_path: Path, name, value, message
+):
+    growth, file = begun
     about, state = read_state(file)
-    write_state(file, about | {name: value}, state)
+    write_state(tmp_path / "altered", about | {name: value}, state)
     with pytest.raises(CheckpointError, match=f"{message}.*; remove it to begin again"):
-        grow("halving").read(file)
+        growth.read(tmp_path / "altered")
 
 
 # -- impossible budgets ------------------------------------------------------------------------------------------------

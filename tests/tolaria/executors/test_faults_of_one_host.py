@@ -1,6 +1,7 @@
 """A loss, a gradient, or data that go wrong for one host: it is rolled back, and no bit of the others changes."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -99,6 +100,12 @@ def sound(outputs: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(outputs, y, reduction="none")
 
 
+@cache
+def without_fault(executor, by_data):
+    usual = {"bad_row": 0.0, "instances": OneRowMore(bad=False)} if by_data else {"loss": sound}
+    return run(executor, **usual)
+
+
 FAULTS = {
     **{f"a gradient of {value}": {"loss": gradient_of(value)} for value in (NAN, INF)},
     **{f"a loss of {value}": {"loss": loss_of(value)} for value in (NAN, INF)},
@@ -111,8 +118,7 @@ FAULTS = {
 def test_what_goes_wrong_for_one_host_changes_no_bit_of_the_others(fault, executor):
     by_data = "bad_row" in fault
     reports, found = run(executor, **fault, instances=OneRowMore(bad=True) if by_data else None)
-    usual = {"bad_row": 0.0, "instances": OneRowMore(bad=False)} if by_data else {"loss": sound}
-    wanted_reports, wanted = run(executor, **usual)
+    wanted_reports, wanted = without_fault(executor, by_data)
     panics = torch.tensor([report.panic_reason.tolist() for report in reports])
     rolled_back = panics.any(dim=0).tolist()
     assert rolled_back in ([False, True, False], [False, fault.get("bad_row") != 1e30, False])  # it may be normalized

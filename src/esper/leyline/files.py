@@ -17,10 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO, TypeVar
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK})
 """What file systems answer that lack an operation: Lustre and NFS for locks, CIFS and FUSE for folders."""
+
+
+_Opened = TypeVar("_Opened", bound="Closing")  # the checks of shapes know no `Self` in a method
 
 
 class Closing(ABC):
@@ -30,7 +33,7 @@ class Closing(ABC):
     def close(self) -> None:
         """Release what is open."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _Opened) -> _Opened:
         return self
 
     def __exit__(self, *error: object) -> None:

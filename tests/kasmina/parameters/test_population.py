@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
@@ -352,6 +353,28 @@ class Viewing(nn.Module):
 def test_a_network_gets_channels_last_images_where_it_takes_them(network, runs):
     x = torch.randn(2, 1 if network is Viewing else 3, 6, 6)
     host = ModuleHostSpec.of(network, ["conv" if network is Viewing else "layer1"], x[:1])
+    kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))
+    assert runs_channels_last(kind, x) is runs
+
+
+class Shortcut(nn.Module):
+    """A block whose shortcut halves the images by a strided 1x1 convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 8, 3, 2, padding=1)
+        self.shortcut, self.head = nn.Conv2d(channels, 8, 1, 2, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        h = torch.relu(self.conv(h) + functional.conv2d(h, self.shortcut.weight, stride=2))
+        return self.head(h.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("channels", "runs"), [(4, False), (7, False), (8, True)])
+def test_a_narrow_strided_shortcut_gets_images_as_they_are_because_its_gradient_spoils_memory(channels, runs):
+    x = torch.randn(2, 3, 8, 8)
+    host = ModuleHostSpec.of(lambda: Shortcut(channels), ["stem"], x[:1])
     kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))
     assert runs_channels_last(kind, x) is runs
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
@@ -338,13 +339,16 @@ def runs_channels_last(kind: Kind, x: Tensor) -> bool:
     """Whether a network with convolutions runs forward and backward on images that lie so, with the same outputs.
 
     On a CPU its convolutions are faster then, but group normalization is slower. Networks that `view` their features
-    refuse them.
+    refuse them, and PyTorch's gradients of some convolutions spoil memory (`_NarrowStrides`).
     """
     module = deterministic_build(kind.build).train()
     layers = {nn.Conv2d: False, nn.GroupNorm: False} | {type(layer): True for layer in module.modules()}
     if channels_last(x) is x or not layers[nn.Conv2d] or layers[nn.GroupNorm]:
         return False
-    usual, _ = _run_once(module, x, lambda slot_id, h: h)
+    with _NarrowStrides() as narrow:  # type: ignore[no-untyped-call]
+        usual, _ = _run_once(module, x, lambda slot_id, h: h)
+    if narrow.seen:
+        return False
     try:
         found, _ = _run_once(deterministic_build(kind.build).train(), channels_last(x), lambda slot_id, h: h)
         if found.requires_grad:
@@ -352,6 +356,29 @@ def runs_channels_last(kind: Kind, x: Tensor) -> bool:
     except RuntimeError:
         return False
     return near(found.detach(), usual.detach())
+
+
+class _NarrowStrides(TorchDispatchMode):
+    """Sees whether a strided 1x1 convolution of fewer than 8 channels runs.
+
+    With AVX2, oneDNN (in torch 2.13) writes outside its memory in the weight gradient of such a one where images lie
+    channels-last: a crash, sooner or later.
+    """
+
+    seen = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        del types
+        if func is torch.ops.aten.convolution.default:
+            _, weight, _, stride = args[:4]
+            self.seen |= weight.shape[1] < 8 and weight[0, 0].numel() == 1 and max(stride) > 1
+        return func(*args, **(kwargs or {}))
 
 
 def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:

@@ -135,7 +135,8 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
     assert growth.end == growth.steps > 30
-    rich = grow("auto", flops=200 * flops)
+    assert grow("auto", flops=200 * flops).stages == racing_stages(new=0)  # 1,600 batches are for learning rates alone
+    rich = grow("auto", flops=260 * flops)
     assert len(rich.entries) == len(RATES)
     assert rich.stages[1].new > 0
     assert rich.end * 8 >= 20  # batches of the first stage, of half the size
@@ -155,14 +156,15 @@ def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):
     assert grow("halving", flops=60 * of_step).batch == grow("auto", flops=60 * of_step, steps=3).batch == 16
 
 
-@pytest.mark.parametrize(("seconds", "batch"), [((1.2, 1.0), 8), ((1.3, 1.0), 16)])
-def test_under_minutes_smaller_batches_are_left_where_they_take_much_longer(grow, monkeypatch, seconds, batch):
+@pytest.mark.parametrize(("seconds", "batch"), [((1.0, 1.2), 8), ((1.0, 1.3, 1.2), 16), ((1.0, 1.3, 1.3), 32)])
+def test_under_minutes_batches_are_as_small_as_do_not_take_much_longer(grow, monkeypatch, seconds, batch):
     growth = grow("plain", minutes=5.0, flops=1e5 * STEP)
-    growth.batch = 16
-    paces = iter(seconds)  # of an example in smaller batches, and in those of the task
+    growth.batch = 32
+    paces = iter(seconds)  # of an example in the batches of the task, and in those of 8 and 16
     monkeypatch.setattr(Growth, "_pace", lambda self, *given: next(paces))
     growth._halve_batches(1e-3)
     assert growth.batch == batch
+    assert next(paces, None) is None
 
 
 def test_stages_end_at_their_share_of_the_steps_and_have_a_step_each():
@@ -277,7 +279,8 @@ def test_what_runs_side_by_side_is_kept_to_the_end_by_minutes_and_not_by_flops(g
     assert grow("halving", minutes=5.0, flops=1e7).stages[-1].kept == 1
 
 
-def test_a_stage_that_is_late_is_planned_anew_halfway_and_ends_with_its_schedule(grow):
+@pytest.mark.parametrize(("seconds", "steps"), [(190.0, 75), (70.0, 203)])
+def test_a_stage_that_is_late_or_early_is_planned_anew_halfway_and_ends_with_its_schedule(grow, seconds, steps):
     growth = grow("auto", minutes=5.0)
     growth.stages, growth._at_once = (Stage(1.0, 1),), 1.0
     growth.begin([Candidate()])
@@ -288,10 +291,10 @@ def test_a_stage_that_is_late_is_planned_anew_halfway_and_ends_with_its_schedule
     while growth.t < 49:
         growth.step()
     kept = growth.entries[0].loss[:]
-    growth.seconds = growth.training_seconds = 190.0  # 49 steps should have taken about 140
+    growth.seconds = growth.training_seconds = seconds  # 49 steps should have taken about 140
     growth.step()
     assert growth.t == 50
-    assert growth.steps == growth.end < 80  # 95 of 285 seconds are left, for steps of 3.8 each
+    assert growth.steps == growth.end == pytest.approx(steps, abs=2)  # 285 seconds, of which 50 steps took `seconds`
     assert growth.entries[0].loss[:49] == kept
     low = growth._engine.executor.data.lr_factors(growth.end)[0, 0]
     assert 0.0 <= float(low) < 0.01
@@ -306,6 +309,19 @@ def test_the_time_of_candidates_is_tried_before_they_are_planned(grow, monkeypat
     growth._try_time(1e-3, 5.0, copies=8)
     assert growth._at_once == 4.0  # a FLOP of eight copies takes a quarter of the time
     assert growth._trial_seconds == 12.0  # that of candidates with seeds, times four
+
+
+def test_a_trial_of_the_time_measures_as_few_examples_as_its_price_says(grow, monkeypatch):
+    growth, built, shares = grow("plain", steps=1), Growth._built, []
+
+    def noted(self: Growth, *given: object) -> object:
+        engine = built(self, *given)
+        shares.append(engine.executor.data._measured_share)
+        return engine
+
+    monkeypatch.setattr(Growth, "_built", noted)
+    growth._pace([Candidate()], seconds=1e-3, batch_seconds=1.0)
+    assert shares == [pytest.approx(0.02 * 3 * 16 / 40)]  # of one batch, not of the four of a step
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------

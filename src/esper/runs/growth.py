@@ -18,7 +18,8 @@ one for each validation example that is measured: few in each step, all behind a
 once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine. There candidates that
 run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
-Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them.
+Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them. Where it still holds few,
+"auto" compares learning rates alone.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
@@ -80,7 +81,8 @@ _RACED, _MOST_RACED = 0.65, 3.0
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
 _SHORT, _SMALLEST_BATCH = 2_000, 8
 """Batches of the network alone in the whole budget below which "auto" halves their size, and the smallest size that it
-makes: more steps are worth more there than smoother gradients (docs/experiments.md)."""
+makes: more steps are worth more there than smoother gradients. Where these are too few as well, it tries no
+architectures (docs/experiments.md)."""
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
@@ -91,8 +93,8 @@ _IN_TIME = 0.95
 """Share of the minutes that are planned; the rest is for building engines and for the test."""
 _TRIED, _MOST_TRIED = 0.01, 2.0
 """Share of the minutes, and most seconds, of each trial of the time that candidates take."""
-_LATE = 0.1
-"""Share of the steps that are left by which a plan must be too long to be changed halfway through a stage."""
+_WRONG = 0.1
+"""Share of the steps that are left by which a plan must be wrong to be changed halfway through a stage."""
 _COPIES = 8
 """Copies of the network by which it is tried how many run at once, where all run in the same operations."""
 _AFFORDABLE = 0.5
@@ -502,19 +504,20 @@ class Growth:
         self.begin(begin)
 
     def _halve_batches(self, batch_seconds: float) -> None:
-        """Take smaller batches where the budget holds few; under minutes, unless they take much longer.
+        """Take smaller batches where the budget holds few; under minutes, as far as they do not take much longer.
 
         Under FLOPs alone a GPU, which needs large ones, keeps those of the task.
         """
-        given, batches = self.batch, self._left() / self._of_step(Candidate()) * self._prices.batches
+        given, minutes = self.batch, self.budget.minutes
+        if minutes is not None:
+            pace = partial(self._pace, [Candidate()], min(_TRIED * 60.0 * minutes, _MOST_TRIED))
+            self._trial_seconds = usual = pace(batch_seconds)
+        batches = self._left() / self._of_step(Candidate()) * self._prices.batches
         while batches < _SHORT and self.batch // 2 >= _SMALLEST_BATCH:
             self.batch, batches = self.batch // 2, 2.0 * batches
-        if self.budget.minutes is not None and self.batch < given:
-            seconds, halved = min(_TRIED * 60.0 * self.budget.minutes, _MOST_TRIED), self.batch
-            smaller = self._pace([Candidate()], seconds, batch_seconds * halved / given)
-            self.batch = given
-            if smaller <= _SLOWER * self._pace([Candidate()], seconds, batch_seconds):
-                self.batch = halved
+        if minutes is not None:
+            while self.batch < given and pace(batch_seconds * self.batch / given) > _SLOWER * usual:
+                self.batch = min(2 * self.batch, given)
         elif self._device.type != "cpu":
             self.batch = given
         self._prices = Prices(self._config, self._dataset, self._engine, self._task(self._config))
@@ -552,7 +555,8 @@ class Growth:
         some = some[: min(self._most, batches)]
         task = self._task(self._config)
         task = replace(task, batches_per_step=min(self._prices.batches, batches // len(some)))
-        engine = self._built(some, task)
+        prices = Prices(self._config, self._dataset, self._engine, task)
+        engine = self._built(some, task, prices.measured_share)
         client = baseline_of("wait_only", self._config, engine.spec)
         engine.reset(client, episode=0)
         engine.add_fossils([candidate.architecture for candidate in some])
@@ -561,7 +565,6 @@ class Growth:
             engine.step(client)
             engine.apply_structure()
             seconds = time.monotonic() - began
-        prices = Prices(self._config, self._dataset, engine, task)
         return seconds / sum(prices.of_step(prices.flops(one.architecture)) for one in some)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -593,7 +596,9 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            races = [(plain, racing_stages(new)) for new in range(len(self._pool), -1, -1)]
+            batches = self._left() / self._of_step(Candidate()) * self._prices.batches
+            most = len(self._pool) if self._fixed or batches >= _SHORT else 0
+            races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
@@ -713,10 +718,15 @@ class Growth:
         self._engine.reset(self._client, episode=0)
         self._engine.add_fossils([candidate.architecture for candidate in candidates])
 
-    def _built(self, candidates: Sequence[Candidate], task: TaskSpec | None = None) -> VectorizedEngine:
-        optimizer = self._config.optimizer  # trained weights need no warm-up
-        optimizer = replace(optimizer, warmup=0 if self.begun else min(optimizer.warmup, self.end - 1))
-        config = replace(self._config, episode_length=self.end, optimizer=optimizer)
+    def _built(
+        self, candidates: Sequence[Candidate], task: TaskSpec | None = None, measured_share: float = 1.0
+    ) -> VectorizedEngine:
+        optimizer, lifecycle = self._config.optimizer, self._config.lifecycle
+        optimizer = replace(
+            optimizer, warmup=0 if self.begun else min(optimizer.warmup, self.end - 1)
+        )  # of new weights
+        lifecycle = replace(lifecycle, measured_share=min(lifecycle.measured_share, measured_share))
+        config = replace(self._config, episode_length=self.end, optimizer=optimizer, lifecycle=lifecycle)
         hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)
         rates = [candidate.rate for candidate in candidates]
@@ -769,13 +779,16 @@ class Growth:
         if self.t == self.end and not is_last:
             self._next_stage()
         elif self.t == (self.begun + self.end) // 2 and self.budget.minutes is not None and not self._fixed:
-            self._replan_if_late()
+            self._replan_if_wrong()
         self.seconds += time.monotonic() - began
 
-    def _replan_if_late(self) -> None:
-        """Plan fewer steps if those of this stage took longer than planned, so that the last learning rates are low."""
+    def _replan_if_wrong(self) -> None:
+        """Plan anew if the steps of this stage took longer or shorter than planned.
+
+        Else the last learning rates would not be low, or minutes would be left.
+        """
         steps = self._longest([self.entries[row].candidate for row in self.rows], self.stages[self.stage :])
-        if self.steps - steps > _LATE * (self.steps - self.t):
+        if abs(self.steps - steps) > _WRONG * (self.steps - self.t):
             state = self._engine.state_of(list(range(len(self.rows))))
             self._replan()
             self._load(state)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tolaria.executors.native.executor import _values_of_bytes
 from esper.tolaria.executors.native.lowering import loop
-from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, stride_of
 from esper.tolaria.executors.native.program import (
     LOCAL,
     NUM_WORKING,
@@ -45,26 +45,26 @@ def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Te
 
 
 def test_each_host_runs_its_own_program_on_its_own_memory():
-    x = torch.arange(3 * 20 * 4.0).view(3, 20, 4)
+    x = torch.arange(3 * 28 * 4.0).view(3, 28, 4)
     out = run(Machine(), [doubling(4), doubling(2)], [0, 1, 0], x)
-    assert torch.equal(out[0, :, :20], 2 * x[0].t())
+    assert torch.equal(out[0, :, :28], 2 * x[0].t())
     assert torch.equal(out[1, 0, :10], 2 * x[1].flatten()[:20:2])  # to it, an image is two numbers
-    assert torch.equal(out[2, :, :20], 2 * x[2].t())
-    assert not out[[0, 2], :, 20:].any()
+    assert torch.equal(out[2, :, :28], 2 * x[2].t())
+    assert not out[[0, 2], :, 28:].any()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_threads_share_the_hosts_and_change_nothing(threads):
-    x = torch.randn(5, 20, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 28, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
         run(Machine(threads=threads), [doubling(4)], [0] * 5, x), run(Machine(), [doubling(4)], [0] * 5, x)
     )
 
 
 def test_fewer_examples_after_more_leave_nothing_behind():
-    machine, x = Machine(), torch.ones(1, 20, 4)
+    machine, x = Machine(), torch.ones(1, 28, 4)
     run(machine, [doubling(4)], [0], x)
-    assert not run(machine, [doubling(4)], [0], x[:, :17].contiguous())[..., 17:].any()
+    assert not run(machine, [doubling(4)], [0], x[:, :25].contiguous())[..., 25:].any()
 
 
 def squares(rows: int, unused: int) -> Program:
@@ -134,7 +134,7 @@ def in_first_places(*values):
 )
 def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program):
     with pytest.raises(IndexError, match=r"instruction 1, .*, does not fit the memory that it was given"):
-        run(Machine(), [program], [0], torch.ones(1, 20, 4))
+        run(Machine(), [program], [0], torch.ones(1, 28, 4))
 
 
 def summing(rows: int) -> Program:
@@ -209,7 +209,7 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     stored = images if stored_as_bytes else images.float()
     examples = Examples(stored, torch.zeros(7, dtype=torch.int64), order, 3, table=table, moves=moves, border=border)
     Machine().run_batches(Workload.of_each([doubling(40)] * 2), spaces, examples)
-    found = 0.5 * out.view(2, -1)[:, : 40 * 16].view(2, 40, 16)[..., :3].transpose(1, 2).reshape(want.shape)
+    found = 0.5 * out.view(2, -1)[:, : 40 * stride_of(3)].view(2, 40, -1)[..., :3].transpose(1, 2).reshape(want.shape)
     assert torch.equal(found, pixels(want) if stored_as_bytes else want.float())
 
 

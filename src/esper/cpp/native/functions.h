@@ -296,17 +296,15 @@ template <class T> void run_PRELU_BACKWARD(const Call<T>& c) {
 
 // -- softmax ----------------------------------------------------------------------------------------------------------
 
-// n = {outer, size, inner}: over the middle axis, sixteen lanes at a time. flag: its logarithm.
-constexpr int SIDE = 16;
-
-#define ESPER_EACH_OF_SIDE _Pragma("omp simd") for (int i = 0; i < SIDE; ++i)
+// n = {outer, size, inner}: over the middle axis, LANES at a time. flag: its logarithm.
+#define ESPER_EACH_OF_LANES _Pragma("omp simd") for (int i = 0; i < LANES; ++i)
 
 // Calls use(first row, row without the middle axis, lanes), both with their lanes.
 template <class T, class Use> void each_line(const Call<T>& c, Use use) {
     const int stride = c.chunk.stride;
     for (int o = 0; o < c.n[0]; ++o)
         for (int k = 0; k < c.n[2]; ++k)
-            for (int at = 0; at < stride; at += SIDE)
+            for (int at = 0; at < stride; at += LANES)
                 use((static_cast<int64_t>(o) * c.n[1] * c.n[2] + k) * stride + at,
                     (static_cast<int64_t>(o) * c.n[2] + k) * stride + at, c.chunk.lanes - at);
 }
@@ -317,28 +315,28 @@ template <class T> void run_SOFTMAX(const Call<T>& c) {
     each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* x = c.p[0] + begin;
         T* y = c.p[1] + begin;
-        T best[SIDE], sum[SIDE] = {};
-        ESPER_EACH_OF_SIDE best[i] = x[i];
+        T best[LANES], sum[LANES] = {};
+        ESPER_EACH_OF_LANES best[i] = x[i];
         for (int j = 1; j < size; ++j) {
-            ESPER_EACH_OF_SIDE best[i] = later_wins(best[i], x[j * step + i]) ? x[j * step + i] : best[i];
+            ESPER_EACH_OF_LANES best[i] = later_wins(best[i], x[j * step + i]) ? x[j * step + i] : best[i];
         }
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE {
+            ESPER_EACH_OF_LANES {
                 const T away = x[j * step + i] - best[i], value = exp_of(away);
                 sum[i] += value;
                 y[j * step + i] = c.flag ? away : value;
             }
         }
         if (c.flag) {
-            ESPER_EACH_OF_SIDE sum[i] = log_of(sum[i]);
+            ESPER_EACH_OF_LANES sum[i] = log_of(sum[i]);
             for (int j = 0; j < size; ++j) {
-                ESPER_EACH_OF_SIDE y[j * step + i] = i < lanes ? y[j * step + i] - sum[i] : T(0);
+                ESPER_EACH_OF_LANES y[j * step + i] = i < lanes ? y[j * step + i] - sum[i] : T(0);
             }
             return;
         }
-        ESPER_EACH_OF_SIDE sum[i] = i < lanes ? T(1) / sum[i] : T(0);
+        ESPER_EACH_OF_LANES sum[i] = i < lanes ? T(1) / sum[i] : T(0);
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE y[j * step + i] *= sum[i];
+            ESPER_EACH_OF_LANES y[j * step + i] *= sum[i];
         }
     });
 }
@@ -350,12 +348,12 @@ template <class T> void run_SOFTMAX_BACKWARD(const Call<T>& c) {
     each_line(c, [&](int64_t begin, int64_t, int lanes) {
         const T* y = c.p[0] + begin;
         T* g = c.p[1] + begin;
-        T sum[SIDE] = {};
+        T sum[LANES] = {};
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE sum[i] += c.flag ? g[j * step + i] : g[j * step + i] * y[j * step + i];
+            ESPER_EACH_OF_LANES sum[i] += c.flag ? g[j * step + i] : g[j * step + i] * y[j * step + i];
         }
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE {
+            ESPER_EACH_OF_LANES {
                 const T own = g[j * step + i], of = y[j * step + i];
                 const T value = c.flag ? own - exp_of(of) * sum[i] : of * (own - sum[i]);
                 g[j * step + i] = i < lanes ? value : T(0);
@@ -375,18 +373,18 @@ template <class T> void run_REDUCE(const Call<T>& c) {
     const T sign = c.flag == SMALLEST ? T(-1) : T(1);
     each_line(c, [&](int64_t begin, int64_t out, int lanes) {
         const T* x = c.p[0] + begin;
-        T best[SIDE], sum[SIDE] = {};
-        ESPER_EACH_OF_SIDE best[i] = sign * x[i];
+        T best[LANES], sum[LANES] = {};
+        ESPER_EACH_OF_LANES best[i] = sign * x[i];
         for (int j = 1; j < size; ++j) {
-            ESPER_EACH_OF_SIDE best[i] = later_wins(best[i], sign * x[j * step + i]) ? sign * x[j * step + i] : best[i];
+            ESPER_EACH_OF_LANES best[i] = later_wins(best[i], sign * x[j * step + i]) ? sign * x[j * step + i] : best[i];
         }
         if (c.flag == LOG_SUM) {  // an infinite number is the sum
             for (int j = 0; j < size; ++j) {
-                ESPER_EACH_OF_SIDE sum[i] += exp_of(x[j * step + i] - best[i]);
+                ESPER_EACH_OF_LANES sum[i] += exp_of(x[j * step + i] - best[i]);
             }
-            ESPER_EACH_OF_SIDE best[i] += best[i] - best[i] == T(0) ? log_of(sum[i]) : T(0);
+            ESPER_EACH_OF_LANES best[i] += best[i] - best[i] == T(0) ? log_of(sum[i]) : T(0);
         }
-        ESPER_EACH_OF_SIDE c.p[1][out + i] = i < lanes ? sign * best[i] : T(0);
+        ESPER_EACH_OF_LANES c.p[1][out + i] = i < lanes ? sign * best[i] : T(0);
     });
 }
 
@@ -398,18 +396,18 @@ template <class T> void run_REDUCE_BACKWARD(const Call<T>& c) {
     each_line(c, [&](int64_t begin, int64_t out, int lanes) {
         const T *x = c.p[0] + begin, *y = c.p[1] + out, *g = c.p[2] + out;
         T* grad = c.p[3] + begin;
-        T count[SIDE] = {};
+        T count[LANES] = {};
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE {
+            ESPER_EACH_OF_LANES {
                 const T own = x[j * step + i], share = c.flag == LOG_SUM ? exp_of(own - y[i])
                                                        : own == y[i] || (own != own && y[i] != y[i]) ? T(1) : T(0);
                 grad[j * step + i] = first && count[i] > T(0) ? T(0) : share;
                 count[i] += share;
             }
         }
-        ESPER_EACH_OF_SIDE count[i] = i < lanes ? (first || c.flag == LOG_SUM ? g[i] : g[i] / count[i]) : T(0);
+        ESPER_EACH_OF_LANES count[i] = i < lanes ? (first || c.flag == LOG_SUM ? g[i] : g[i] / count[i]) : T(0);
         for (int j = 0; j < size; ++j) {
-            ESPER_EACH_OF_SIDE grad[j * step + i] = i < lanes ? grad[j * step + i] * count[i] : T(0);
+            ESPER_EACH_OF_LANES grad[j * step + i] = i < lanes ? grad[j * step + i] * count[i] : T(0);
         }
     });
 }

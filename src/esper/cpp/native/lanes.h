@@ -1,7 +1,7 @@
 // Rows of lanes: the examples of a batch side by side, so that one vector instruction works on many examples.
 //
 //     activation   [rows][stride]     row = one number of every example, lane = one example
-//                                     stride = lanes rounded up to 16; numbers beyond the lanes are always zero
+//                                     stride = lanes rounded up to LANES; numbers beyond the lanes are always zero
 //
 // Iterations of a loop over lanes are independent and free of branches, so the compiler vectorizes it.
 
@@ -25,6 +25,8 @@ constexpr int BYTES = 32, REGISTERS = 16;
 #else
 constexpr int BYTES = 16, REGISTERS = 16;
 #endif
+// A vector of floats, or two short ones; not more, because numbers beyond the lanes are computed, too.
+constexpr int LANES = BYTES == 64 ? 16 : 8;
 template <class T> struct Wide;
 template <> struct Wide<float> { typedef float type __attribute__((vector_size(BYTES))); };
 template <> struct Wide<double> { typedef double type __attribute__((vector_size(BYTES))); };

@@ -146,7 +146,6 @@ struct Hosts {
 };
 
 constexpr int64_t DONE = -1, NO_SUCH_EXAMPLE = -2;
-constexpr int LANES = 16;
 
 template <class T> class Pass {
   public:
@@ -338,4 +337,6 @@ const char* esper_operations() { return ESPER_OPERATIONS(X); }
 #undef X
 
 int64_t esper_instruction_bytes() { return sizeof(esper::Instruction); }
+
+int64_t esper_lanes() { return esper::LANES; }
 }

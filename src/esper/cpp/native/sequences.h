@@ -101,7 +101,7 @@ template <int N> struct Reader {
 
 // n = {elements of a mask per example, rows of each}, number = {limit, factor of what is kept}. Its own backward pass.
 template <class T> void run_DROP(const Call<T>& c) {
-    constexpr int N = 16, READERS = 4;
+    constexpr int N = LANES, READERS = 4;
     const int each = c.n[0], inner = c.n[1], lanes = c.chunk.lanes, stride = c.chunk.stride;
     const T factor = T(c.number[1]);
     Reader<N> readers[READERS];

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.cpp.build import load
-from esper.tolaria.executors.native.program import INSTRUCTION, LANES, Operation, Program
+from esper.tolaria.executors.native.program import INSTRUCTION, Operation, Program
 
 _DONE, _NO_SUCH_EXAMPLE = -1, -2
 
@@ -55,10 +55,11 @@ class Library:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         library.esper_operations.restype = ctypes.c_char_p
-        library.esper_instruction_bytes.restype = ctypes.c_int64
+        library.esper_instruction_bytes.restype = library.esper_lanes.restype = ctypes.c_int64
         names = library.esper_operations().decode().split()
         assert names == [operation.name for operation in Operation], "program.cpp lists other operations"
         assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction has another size in C++"
+        self.lanes: int = library.esper_lanes()  # of which a row has a multiple
         self._run = library.esper_run
         self._run.restype = ctypes.c_int64
         structs = (HostsStruct, ExamplesStruct, MemoryStruct)
@@ -85,7 +86,8 @@ class Library:
 
 def stride_of(lanes: int) -> int:
     """Numbers from one row of lanes to the next."""
-    return -(-lanes // LANES) * LANES
+    unit = cached_library().lanes
+    return -(-lanes // unit) * unit
 
 
 @lru_cache(maxsize=2)

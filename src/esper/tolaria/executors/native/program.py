@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 LANES: Final = 16
-"""Rows are padded to a multiple of this many examples."""
+"""Rows are padded to a multiple of this many examples on any processor, or of half of it."""
 _SIZES, _NUMBERS, _OPERANDS = 26, 6, 12
 
 INSTRUCTION: Final = np.dtype(

@@ -132,7 +132,7 @@ def host_table(methods: Methods, reference: str) -> str:
         "[", ""
     )
     title = TITLES[first.host]
-    return f"### {title[0].upper()}{title[1:]}\n\n{words.replace(']', '')}.\n\n{table(lines)}"
+    return f"#### {title[0].upper()}{title[1:]}\n\n{words.replace(']', '')}.\n\n{table(lines)}"
 
 
 def tests(seeds: Mapping[int, Result]) -> list[float]:

@@ -156,6 +156,14 @@ def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):
     assert grow("halving", flops=60 * of_step).batch == grow("auto", flops=60 * of_step, steps=3).batch == 16
 
 
+def test_batches_are_not_halved_below_the_smallest_of_the_task(step_flops):
+    spec = replace(TASK.spec, name="whole_batches", smallest_batch=16)
+    with in_process(spec):
+        config = resolve({"task": spec.name, "executor": "streamed", "threads": 1})
+        growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=60 * step_flops))
+    assert growth.batch == 16
+
+
 @pytest.mark.parametrize(("seconds", "batch"), [((1.0, 1.2), 8), ((1.0, 1.3, 1.2), 16), ((1.0, 1.3, 1.3), 32)])
 def test_under_minutes_batches_are_as_small_as_do_not_take_much_longer(grow, monkeypatch, seconds, batch):
     growth = grow("plain", minutes=5.0, flops=1e5 * STEP)

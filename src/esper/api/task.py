@@ -156,7 +156,8 @@ class Task:
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
         last_batch: where it is not full, "merge" joins one of a single example to the batch before it; "drop" leaves it
-            out, as DataLoader(drop_last=True) does; "keep" trains on it as it is.
+            out, as DataLoader(drop_last=True) does; "keep" trains on it as it is. smallest_batch: to which `esper.grow`
+            may halve `batch` where its budget holds few; give `batch` to keep it.
         optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
@@ -198,6 +199,7 @@ class Task:
         episode_length: int = 40,
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
+        smallest_batch: int = 8,
         optimizer: AnyOptimizer = "adamw",
         lr: float | None = None,
         weight_decay: float | None = None,
@@ -266,6 +268,7 @@ class Task:
             batch_val=max(batch, min(_EXAMPLES, len(dataset.val))),
             batches_per_step=batches_per_step,
             last_batch=last_batch,
+            smallest_batch=smallest_batch,
             optimizer=trained_by,
             min_training_epochs=min_training_epochs,
             target_loss=0.1 * objective.blind_loss,

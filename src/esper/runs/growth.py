@@ -79,10 +79,9 @@ _MANY_RUNS = 6.0
 _RACED, _MOST_RACED = 0.65, 3.0
 """Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
-_SHORT, _SMALLEST_BATCH = 2_000, 8
-"""Batches of the network alone in the whole budget below which "auto" halves their size, and the smallest size that it
-makes: more steps are worth more there than smoother gradients. Where these are too few as well, it tries no
-architectures (docs/experiments.md)."""
+_SHORT = 2_000
+"""Batches of the network alone in the whole budget below which "auto" halves their size: more steps are worth more
+there than smoother gradients. Where these are too few as well, it tries no architectures (docs/experiments.md)."""
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
@@ -513,7 +512,7 @@ class Growth:
             pace = partial(self._pace, [Candidate()], min(_TRIED * 60.0 * minutes, _MOST_TRIED))
             self._trial_seconds = usual = pace(batch_seconds)
         batches = self._left() / self._of_step(Candidate()) * self._prices.batches
-        while batches < _SHORT and self.batch // 2 >= _SMALLEST_BATCH:
+        while batches < _SHORT and self.batch // 2 >= self._config.task_spec().smallest_batch:
             self.batch, batches = self.batch // 2, 2.0 * batches
         if minutes is not None:
             while self.batch < given and pace(batch_seconds * self.batch / given) > _SLOWER * usual:

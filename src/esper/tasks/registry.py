@@ -38,7 +38,8 @@ class TaskSpec:
         objective: what the hosts are trained for and judged by.
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
         batches_per_step: batches of training in one control step, which continue through the permutation of the
-            examples; None for the whole split. last_batch: of the whole split, if it is not full.
+            examples; None for the whole split. last_batch: of the whole split, if it is not full. smallest_batch: to
+            which growth may halve `batch_train`.
         optimizer: how hosts and seeds are trained.
         instances: what makes hosts differ in their data and learning rate; None for equal ones.
         best_schedule: a policy file of `esper search`, the constant schedule to beat; None if none was searched.
@@ -63,6 +64,7 @@ class TaskSpec:
     batch_val: int = 0
     batches_per_step: AtLeast1 | None = None
     last_batch: LastBatch = "merge"
+    smallest_batch: AtLeast1 = 8
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     instances: InstanceDistribution | None = None
     best_schedule: Path | None = None

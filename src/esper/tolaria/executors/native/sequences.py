@@ -380,10 +380,7 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     return low.result(y, backward, *values)
 
 
-@rule("where.self", "where.ScalarOther", "where.ScalarSelf")
-def where(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
-    """`a` where the mask is True, else `b`."""
-    return _select(low, mask, a, b)
+rule("where.self", "where.ScalarOther", "where.ScalarSelf")(_select)
 
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")

@@ -25,7 +25,7 @@ import duckdb
 from pydantic import TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.leyline.errors import QueryError, RunDirectoryError, importing
 from esper.leyline.files import Closing, json_of, mode_of, open_to_read, read_text, toml_of
 from esper.leyline.lifecycle import OP_NAMES
 from esper.leyline.settings import first_problem
@@ -135,14 +135,14 @@ class Record(Closing):
 
     def frame(self, sql: str) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
-        with _needed("pandas"):
+        with importing("frames need pandas", "frames", kind=QueryError):
             import pandas
         with self._asked(sql, ()) as found:
             return pandas.DataFrame(found.df())
 
     def polars(self, sql: str) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
-        with _needed("polars"):
+        with importing("frames need polars", "frames", kind=QueryError):
             import polars
         with self._asked(sql, ()) as found:
             return polars.DataFrame(found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None)
@@ -226,17 +226,6 @@ class Record(Closing):
             "lock_configuration = true",
         ):
             self._database.execute(f"SET {setting}")
-
-
-@contextmanager
-def _needed(package: str) -> Iterator[None]:
-    """Raises QueryError where the import inside finds no such package."""
-    try:
-        yield
-    except ImportError as error:
-        raise QueryError(
-            f"frames need {package}, which is not installed; pip install 'esper-growth[frames]'."
-        ) from error
 
 
 def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:

@@ -146,12 +146,11 @@ def _written_out(low: Lowering, q: Value, k: Value, v: Value, mask: Any, causal:
 
 def _score_mask(low: Lowering, mask: Tensor, q: Value, shape: Dims, heads: int) -> tuple[Tensor, bool]:
     """What is added to the scores, [T, S] or [heads, T, S]; and whether it is of each head."""
-    if mask.dtype == torch.bool:
-        if not mask.any(dim=-1).all():
-            raise low.refuse("a mask of attention that leaves a query no key")
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-    elif bool((mask == -math.inf).all(dim=-1).any()):
+    seen = mask if mask.dtype == torch.bool else mask != -math.inf
+    if not seen.any(dim=-1).all():
         raise low.refuse("a mask of attention that leaves a query no key")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     lead = mask.shape[:-2]
     if math.prod(lead) == 1:
         return mask.reshape(mask.shape[-2:]).expand(shape).contiguous(), False

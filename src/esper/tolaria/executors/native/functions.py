@@ -63,11 +63,6 @@ FUNCTIONS: Final[dict[str, tuple[Function, tuple[float, ...]]]] = {
 """Functions of one value by the name of their operation, and what its further arguments are if they are not given."""
 
 
-def targets_of(name: str) -> tuple[str, str]:
-    """The operation, and the same in place."""
-    return f"{name}.default", f"{name}_.default"
-
-
 def completed(given: Sequence[float], defaults: Sequence[float]) -> tuple[float, ...]:
     """The further arguments of a function, of which the last ones are those that it has by default."""
     return tuple(map(float, (*given, *defaults[len(given) :])))
@@ -78,7 +73,7 @@ def _with_defaults(low: Lowering, x: Any, *given: float, function: Function, def
 
 
 for _name, (_function, _defaults) in FUNCTIONS.items():
-    rule(*targets_of(_name))(partial(_with_defaults, function=_function, defaults=_defaults))
+    rule(f"{_name}.default", f"{_name}_.default")(partial(_with_defaults, function=_function, defaults=_defaults))
 
 
 @rule("elu.default", "elu_.default")
@@ -200,9 +195,9 @@ def _reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, ki
     return found if keepdim else low.value(squeeze(low, found, gone))
 
 
-def _with_place(low: Lowering, *arguments: Any, kind: int) -> tuple[Value, None]:
+def _with_place(low: Lowering, x: Any, dim: int, keepdim: bool = False, *, kind: int) -> tuple[Value, None]:
     """Also where the extreme is, which nobody may read; the gradient belongs to the first of equal ones."""
-    return _reduce(low, *arguments, kind=kind, first=True), None
+    return _reduce(low, x, dim, keepdim, kind=kind, first=True), None
 
 
 def _of_two(low: Lowering, a: Any, b: Any, *, kind: int) -> Value:

@@ -23,13 +23,13 @@ from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.lifecycle import HostFamily, LifecycleOp, SeedStage, Style
-from esper.leyline.messages import EngineSpec, Observation, StoredStep
+from esper.leyline.messages import EngineSpec, Observation
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import make_reward
-from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, canonical_action
+from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, Stateless, canonical_action
 from esper.tasks import TaskSpec, register_task
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import NextToken
@@ -76,7 +76,7 @@ TASK = TaskSpec(
 )
 
 
-class Timetable:
+class Timetable(Stateless):
     """Germinates one seed in each slot, the second one with a gate, and fossilizes them as soon as that is legal."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -88,19 +88,11 @@ class Timetable:
         ]
         self._rows = torch.tensor([*keep, *grow, canonical_action(LifecycleOp.WAIT)])  # in order of preference
 
-    def begin(self, episode: int, hosts: Tensor) -> NoMemory:
-        """Nothing has to be remembered."""
-        return NoMemory()
-
     def decide(self, obs: Observation, memory: NoMemory) -> Tensor:
         """The first row that is legal."""
         always = torch.ones_like(obs.legal[:, 0, :1])
         possible = torch.cat((obs.legal[:, LifecycleOp.FOSSILIZE], obs.legal[:, LifecycleOp.GERMINATE], always), dim=1)
         return self._rows[possible.int().argmax(dim=1)]
-
-    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        """Nothing."""
-        return memory
 
 
 class Run(NamedTuple):

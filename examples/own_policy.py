@@ -8,12 +8,12 @@ from torch import Tensor
 
 import esper
 from esper.leyline.lifecycle import LifecycleOp
-from esper.leyline.messages import EngineSpec, Observation, StoredStep
-from esper.tamiyo.scripted import NoMemory, canonical_action
+from esper.leyline.messages import EngineSpec, Observation
+from esper.tamiyo.scripted import NoMemory, Stateless, canonical_action
 
 
 @esper.register_policy("greedy")
-class Greedy:
+class Greedy(Stateless):
     """Fossilizes where that is legal, else germinates `depthwise` in the first free slot, else waits."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -24,19 +24,11 @@ class Greedy:
         wait = [canonical_action(LifecycleOp.WAIT)]
         self._rows = torch.tensor(keep + grow + wait, device=spec.device)  # in order of preference
 
-    def begin(self, episode: int, hosts: Tensor) -> NoMemory:
-        """Nothing has to be remembered."""
-        return NoMemory()
-
     def decide(self, obs: Observation, memory: NoMemory) -> Tensor:
         """An action for each host: the first row that is legal."""
         always = torch.ones_like(obs.legal[:, 0, :1])
         possible = torch.cat((obs.legal[:, LifecycleOp.FOSSILIZE], obs.legal[:, LifecycleOp.GERMINATE], always), dim=1)
         return self._rows[possible.int().argmax(dim=1)]
-
-    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        """Nothing."""
-        return memory
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture
-from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option
+from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option, refusing
 from esper.leyline.files import expanded, mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
@@ -511,14 +511,10 @@ def _raced(
 
 def _require_place(file: Path) -> None:
     """Raise ConfigError, before anything is trained, if a file cannot be written, or if something else is there."""
-    try:
+    with refusing(ConfigError, f"nothing can be written into {file.parent}", "name another folder"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=file.parent):
             pass
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can be written into {file.parent} ({error.strerror}); name another folder."
-        ) from error
     if mode_of(file) and not S_ISREG(mode_of(file)):
         raise ConfigError(f"{file} is not a file that a growth wrote; move it away, or name another one.")
 

@@ -29,14 +29,7 @@ from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
-from esper.tasks.datasets.arrays import (
-    Examples,
-    Stored,
-    StructuredInputs,
-    check_finite,
-    from_stored,
-    stored,
-)
+from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_stored, stored
 from esper.tasks.losses import (
     LEAST,
     MOST,

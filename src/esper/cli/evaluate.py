@@ -22,11 +22,10 @@ from esper.cli.options import (
     Text,
     Whole,
     folder_of_all,
-    optional,
     overrides,
     placeholder,
 )
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, importing, refusing
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, ranks_of_job
 from esper.telemetry.run_directory import plain_json
@@ -144,7 +143,7 @@ def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
         raise ConfigError(f"--flops-per-host is {budget:g}; give the FLOPs that a host may spend, e.g. 1e9.")
     if command.out is None:
         return lambda report, path: None
-    with optional("the picture at equal compute needs matplotlib", "report", "leave --out out"):
+    with importing("the picture at equal compute needs matplotlib", "report", "leave --out out"):
         from esper.telemetry.report.figures import write_equal_compute
     return write_equal_compute
 
@@ -258,10 +257,8 @@ def _search(command: Search, config: "RunConfig", group: "Group") -> int:
 @contextmanager
 def _made(folder: Path, group: "Group") -> Iterator[None]:
     """Create the folder before the search begins; remove it if nothing was written."""
-    try:
+    with refusing(ConfigError, f"the folder {folder} cannot be made", "name another with --out"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be made ({error.strerror}); name another with --out.") from error
     try:
         yield
     finally:

@@ -2,8 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -62,17 +61,6 @@ FilePath = Annotated[Path | None, placeholder("PATH")]
 _MANY = tuple[tuple[str, ...], ...]
 Names = Annotated[_MANY, tyro.conf.UseAppendAction]
 Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]
-
-
-@contextmanager
-def optional(needs: str, extra: str, instead: str) -> Iterator[None]:
-    """Imports of packages that esper can do without; raises ConfigError where one is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"{needs}, and importing it failed ({error}); pip install 'esper-growth[{extra}]', or {instead}."
-        ) from error
 
 
 def folder_of_all(group: "Group", given: Path | None, free: Callable[[], Path]) -> Path:

@@ -27,10 +27,9 @@ from esper.cli.options import (
     Plugins,
     Real,
     joined,
-    optional,
     placeholder,
 )
-from esper.leyline.errors import ConfigError, EsperError, QueryError
+from esper.leyline.errors import ConfigError, EsperError, QueryError, importing, refusing
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, plain_json
@@ -122,22 +121,17 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _write(path: Path, page: str) -> None:
-    try:
-        with replacing(path) as file:
-            file.write(page)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another file with --out.") from error
+    with refusing(ConfigError, f"{path} cannot be written", "name another file with --out"), replacing(path) as file:
+        file.write(page)
     RunConsole().say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
 
 
 def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
     instead = "leave --figures out: each chart of the page saves its own picture"
-    with optional("figures need matplotlib", "report", instead):
+    with importing("figures need matplotlib", "report", instead):
         from esper.telemetry.report.figures import write_figures
-    try:
+    with refusing(ConfigError, f"{folder} cannot be written", "name another with --out"):
         written = write_figures(payloads, folder)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror}); name another with --out.") from error
     RunConsole().say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
 
 

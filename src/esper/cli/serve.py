@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import tyro
 
-from esper.cli.options import Flag, Names, Text, joined, optional, placeholder
-from esper.leyline.errors import ConfigError
+from esper.cli.options import Flag, Names, Text, joined, placeholder
+from esper.leyline.errors import ConfigError, importing, refusing
 from esper.telemetry.progress import RunConsole
 
 LAST_PORT = 65535
@@ -45,7 +45,7 @@ class Serve:
 
 def serve(command: Serve) -> int:
     """Answer requests until interrupted."""
-    with optional("esper serve needs starlette with uvicorn", "serve", "write a page with esper report"):
+    with importing("esper serve needs starlette with uvicorn", "serve", "write a page with esper report"):
         from esper.telemetry.serve.app import LOCAL, server_of
     from esper.telemetry.serve.runs import Runs
 
@@ -81,14 +81,10 @@ def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens; raises ConfigError."""
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"--port is {port}, expected 0 to {LAST_PORT}.")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"{host}, port {port}, cannot be listened on ({error.strerror or error}); choose another with --port, e.g. "
-            "--port 0 for a free one, or another --host."
-        ) from error
+    way = "choose another with --port, e.g. --port 0 for a free one, or another --host"
+    with refusing(ConfigError, f"{host}, port {port}, cannot be listened on", way):
+        found = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +100,7 @@ class Mcp:
 
 def mcp(command: Mcp) -> int:
     """Answer until standard input is closed."""
-    with optional("esper mcp needs the package mcp", "mcp", "ask with esper query"):
+    with importing("esper mcp needs the package mcp", "mcp", "ask with esper query"):
         from esper.telemetry.serve.assistants import server_of
     from esper.telemetry.serve.runs import Runs
 

@@ -47,7 +47,7 @@ from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.flops import flops
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.errors import ConfigError, ExportError, nearest, option
+from esper.leyline.errors import ConfigError, ExportError, nearest, option, refusing
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
 from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
 from esper.leyline.messages import EngineSpec
@@ -491,12 +491,8 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
                 f"{WEIGHTS} and {DESCRIPTION} of one export."
             )
     load_state(found.module, weights)
-    try:
+    with refusing(ExportError, f"{folder / TOKENIZER} cannot be read", "export the network again"):
         tokenizer = read_bytes(folder / TOKENIZER) if description.tokenizer == TOKENIZER else None
-    except OSError as error:
-        raise ExportError(
-            f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
-        ) from error
     return GrownNetwork(plain=found, description=description, inputs=inputs, tokenizer=tokenizer)
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from esper.gym.spaces import action_mask, action_space, legal_actions, observation_of, observation_space
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HEAD_NAMES
-from esper.leyline.messages import EngineSpec, EpisodeReward, Observation, RewardProtocol, StoredStep
+from esper.leyline.messages import EngineSpec, EpisodeReward, Observation, RewardProtocol
 from esper.leyline.random import MAX_EPISODES
 from esper.simic.client import ScriptedClient
-from esper.tamiyo.scripted import NoMemory, ScriptedPolicy
+from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, Stateless
 from esper.tolaria.engine import OpenStep, VectorizedEngine
 from esper.tolaria.phases import waits
 from esper.tolaria.runtime import host_read
@@ -35,22 +35,14 @@ Info = dict[str, Any]
 
 
 @final
-class _Outside:
+class _Outside(Stateless):
     """A script that plays what `actions` [N, 8] holds."""
 
     actions: Int[Tensor, "N 8"]
 
-    def begin(self, episode: int, hosts: Tensor) -> NoMemory:
-        del episode, hosts
-        return NoMemory()
-
     def decide(self, obs: Observation, memory: NoMemory) -> Tensor:
         del obs, memory
         return self.actions
-
-    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        del step
-        return memory
 
 
 @final

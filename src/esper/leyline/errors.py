@@ -102,6 +102,25 @@ def in_a_sentence() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def refusing(kind: type[EsperError], what: str, way: str) -> Iterator[None]:
+    """What the operating system refuses inside becomes an error of this kind: "WHAT (reason); WAY."."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} ({error.strerror or error}); {way}.") from error
+
+
+@contextmanager
+def importing(needs: str, extra: str, instead: str = "", kind: type[EsperError] = ConfigError) -> Iterator[None]:
+    """Imports of packages that esper can do without; an error of this kind where one is missing."""
+    try:
+        yield
+    except ImportError as error:
+        way = f", or {instead}" if instead else ""
+        raise kind(f"{needs}, and importing it failed ({error}); pip install 'esper-growth[{extra}]'{way}.") from error
+
+
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "std::bad_alloc", "array is too big")
 """Of torch and NumPy, whose errors of memory have no class of their own."""
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from esper.leyline.errors import ConfigError, option
+from esper.leyline.errors import ConfigError, option, refusing
 from esper.runs.evaluation.tables import plain_table
 from esper.telemetry.progress import RunConsole
 from esper.telemetry.sinks import listening
@@ -56,14 +56,10 @@ def profiled(folder: Path, first: int, last: int, device: torch.device, console:
     file = folder / TRACE
     if file.exists():
         raise ConfigError(f"{file} exists already; name another folder with {option('profile')}.")
-    try:
+    with refusing(ConfigError, f"the folder {folder} cannot be written", f"name another with {option('profile')}"):
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
         file.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} cannot be written ({error.strerror}); name another with {option('profile')}."
-        ) from error
     profiler = Profiler(file, first, last, device, console)
     try:
         with listening("--profile", profiler):

@@ -15,16 +15,7 @@ from typing import final
 
 import numpy as np
 
-from esper.leyline.lifecycle import (
-    HAS_MODULE,
-    HEAD_NAMES,
-    HEADS,
-    OP_NAMES,
-    RELEVANCE,
-    Head,
-    LifecycleOp,
-    SeedStage,
-)
+from esper.leyline.lifecycle import HAS_MODULE, HEAD_NAMES, HEADS, OP_NAMES, RELEVANCE, Head, LifecycleOp, SeedStage
 from esper.leyline.messages import EngineSpec
 from esper.runs import events
 from esper.runs.events import stacked

@@ -36,7 +36,7 @@ from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, fill, single
-from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
+from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, Stateless, canonical_actions
 
 TRIES = 4  # blueprints that each host tries
 EXPLORED_SHARE = 0.5  # share of the episode after which no untried blueprint is germinated
@@ -137,26 +137,16 @@ class ExploreThenCommit:
 STATIC = "static_final"
 
 
-class WaitOnly:
+class WaitOnly(Stateless):
     """Always waits."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._wait = canonical_actions(spec.device)[LifecycleOp.WAIT]
 
-    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
-        """No memory."""
-        del episode, hosts
-        return NoMemory()
-
     def decide(self, obs: Observation, memory: NoMemory) -> Int[Tensor, "N 8"]:
         """WAIT."""
         del memory
         return self._wait.expand(obs.num_envs, -1).clone()
-
-    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        """No memory."""
-        del step
-        return memory
 
 
 @tensor_dataclass

@@ -30,23 +30,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import read_json, replacing
-from esper.leyline.lifecycle import (
-    HEADS,
-    TEMPO_NAMES,
-    Head,
-    LifecycleOp,
-)
+from esper.leyline.lifecycle import HEADS, TEMPO_NAMES, Head, LifecycleOp
 from esper.leyline.messages import EngineSpec
 from esper.leyline.settings import AtLeast1, first_problem
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.schedules import (
-    FEATURES,
-    FixedSchedules,
-    FollowRule,
-    Schedule,
-    ScheduleEntry,
-    ThresholdRule,
-)
+from esper.tamiyo.schedules import FEATURES, FixedSchedules, FollowRule, Schedule, ScheduleEntry, ThresholdRule
 from esper.tamiyo.scripted import Script, canonical_action
 
 FORMAT = "esper policy 1"

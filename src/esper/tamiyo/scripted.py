@@ -41,6 +41,20 @@ class Script(Protocol[M]):
         """Memory after a step."""
 
 
+class Stateless:
+    """Base of a script that remembers nothing; what is left to write is `decide`."""
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
+        """Nothing."""
+        del episode, hosts
+        return NoMemory()
+
+    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
+        """Nothing."""
+        del step
+        return memory
+
+
 @final
 class ScriptedPolicy(Generic[M]):
     """A controller that follows a script. `deterministic` has no effect: `random` stays random."""

@@ -43,15 +43,7 @@ from esper.leyline.files import (
     sync_file,
 )
 from esper.telemetry.record.schema import STORED
-from esper.telemetry.record.writer import (
-    Rows,
-    key_of_part,
-    merge_parts,
-    number_of,
-    part_of,
-    quoted,
-    write_part,
-)
+from esper.telemetry.record.writer import Rows, key_of_part, merge_parts, number_of, part_of, quoted, write_part
 
 if TYPE_CHECKING:
     import duckdb

@@ -363,6 +363,16 @@ def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None
     assert [tuple(row.values()) for row in rows] == [("a", "trained", 61.0), ("b", "trained", 61.0)]
 
 
+@pytest.mark.parametrize("document", [5, {}, {"controllers": [None]}, {"controllers": [{"name": "x", "hosts": 1}]}])
+def test_an_evaluation_that_makes_no_sense_is_named(copy: Path, document: object) -> None:
+    (copy / COMPARISON).unlink()
+    (copy / "evaluation.json").write_text(json.dumps(document))
+    with open_record([copy]) as record:
+        assert record.query("SELECT * FROM evaluations") == []
+        (warning,) = record.warnings
+    assert "evaluation.json is damaged" in warning
+
+
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_a_frame_has_the_rows(record: Record, library: str) -> None:
     pytest.importorskip(library)

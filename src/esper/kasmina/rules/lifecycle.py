@@ -18,12 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules import conditions
-from esper.kasmina.rules.conditions import (
-    LifecycleConfig,
-    at_target,
-    in_stages,
-    resolve_target_slot,
-)
+from esper.kasmina.rules.conditions import LifecycleConfig, at_target, in_stages, resolve_target_slot
 from esper.kasmina.rules.slot_fields import release, select, vacate
 from esper.leyline.lifecycle import (
     ALPHA_CURVE_STEEPNESS,

@@ -25,7 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.architecture import Architecture, architectures_of
-from esper.leyline.errors import ConfigError, DataError, option
+from esper.leyline.errors import ConfigError, DataError, option, refusing
 from esper.leyline.files import is_draft, json_of, open_to_read, replacing
 from esper.leyline.ranks import group, parts_of
 from esper.runs.assembly.assemble import engine_of
@@ -239,19 +239,14 @@ class OutcomeStore:
         def is_other(file: Path) -> bool:
             return not (file.name in own or file.stem.startswith(PICTURE) or is_draft(file))
 
-        try:
-            if folder.exists():
-                others = sorted(file.name for file in folder.iterdir() if is_other(file))
-                if others:
-                    raise ConfigError(
-                        f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new "
-                        f"folder, or one of an earlier comparison, with {option('out')}."
-                    )
+        with refusing(ConfigError, f"the folder {folder} cannot be used", f"name another with {option('out')}"):
+            others = sorted(file.name for file in folder.iterdir() if is_other(file)) if folder.exists() else []
+            if others:
+                raise ConfigError(
+                    f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new folder, "
+                    f"or one of an earlier comparison, with {option('out')}."
+                )
             self._outcomes.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the folder {folder} cannot be used ({error.strerror}); name another with {option('out')}."
-            ) from error
 
     def path(self, key: Key) -> Path:
         """The file of the outcome with this key."""
@@ -310,13 +305,9 @@ class OutcomeStore:
         }
         arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
         arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
-        try:
-            with replacing(path) as file:
-                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, val=outcome.val, **arrays)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."
-            ) from error
+        way = f"name another folder with {option('out')}"
+        with refusing(ConfigError, f"{path} cannot be written", way), replacing(path) as file:
+            np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, val=outcome.val, **arrays)
 
 
 def _canonical(key: Key) -> bytes:

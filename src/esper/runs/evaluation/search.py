@@ -54,8 +54,8 @@ from esper.runs.evaluation.tables import plain_table, short
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import WaitOnly
-from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules
-from esper.tamiyo.policy_files import script_of, write_policy
+from esper.tamiyo.heuristic import DEFAULT_RULES, HeuristicRules
+from esper.tamiyo.policy_files import Policy, script_of, write_policy
 from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ThresholdRule, grid, neighbours
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
 from esper.tasks.registry import task_by_name
@@ -92,6 +92,13 @@ class PlannedRule:
             f"in step {self.step}, if {self.feature} < {self.threshold:.4g}: {self.below.words(spec)}. "
             f"Else: {self.above.words(spec)}."
         )
+
+
+def policy_of(candidate: Plan | PlannedRule | HeuristicRules, spec: EngineSpec) -> Policy:
+    """What hosts follow, and what a file holds."""
+    if isinstance(candidate, Plan):
+        return candidate.schedule(spec)
+    return candidate.rule(spec) if isinstance(candidate, PlannedRule) else candidate
 
 
 P = TypeVar("P", Plan, PlannedRule, HeuristicRules)
@@ -157,14 +164,9 @@ class Found:
         if self.schedule is not None:
             (folder / RULE_FILE).unlink(missing_ok=True)  # of an earlier search
         for name, winner in self.winners().items():
-            policy = winner.policy
-            if isinstance(policy, Plan):
-                content: Any = policy.schedule(self.spec)
-            else:
-                content = policy.rule(self.spec) if isinstance(policy, PlannedRule) else policy
             found = self._size() | {"objective": winner.objective, "objective_hosts": winner.values.size}
             found |= {} if self.waiting is None else {"objective_of_waiting": self.waiting}
-            write_policy(folder / name, content, self.config.task, found, self.spec)
+            write_policy(folder / name, policy_of(winner.policy, self.spec), self.config.task, found, self.spec)
         with replacing(folder / self.report_file) as file:
             json.dump(plain_json(self.report()), file, indent=2)
 
@@ -293,12 +295,7 @@ class TrainingHosts:
 
     def follow(self, policy: Plan | PlannedRule | HeuristicRules, episode: int) -> np.ndarray:
         """100·J of each host [N] where all follow one policy."""
-        match policy:
-            case Plan():
-                return self.measure(FixedSchedules([policy.schedule(self.spec)], self.spec), episode)
-            case PlannedRule():
-                return self.measure(script_of(policy.rule(self.spec), self.spec), episode)
-        return self.measure(Heuristic(self.spec, policy), episode)
+        return self.measure(script_of(policy_of(policy, self.spec), self.spec), episode)
 
     def each(self, passes: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
         """What each of some passes measures, which do not depend on each other: ranks share them."""

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from esper.leyline.errors import DataError, in_words, option
+from esper.leyline.errors import DataError, in_words, option, refusing
 from esper.leyline.files import open_to_read
 from esper.leyline.random import Stream, permutation, seeded_generators, word_rows
 from esper.leyline.structure import Structure, described
@@ -281,13 +281,10 @@ def in_folders(names: tuple[str, ...], *folders: str) -> tuple[tuple[str, ...], 
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file; raises DataError if it cannot be read."""
-    try:
-        with open_to_read(path) as file:
-            return file.read()
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); name another file or check permissions."
-        ) from error
+    way = "name another file or check permissions"
+    with refusing(DataError, f"{path}: cannot be read", way), open_to_read(path) as file:
+        content = file.read()
+    return content
 
 
 # -- stratified splits -------------------------------------------------------------------------------------------------

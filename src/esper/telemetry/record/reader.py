@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from io import BufferedReader
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, final
 
 import duckdb
+from pydantic import TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
-from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.leyline.errors import QueryError, RunDirectoryError, importing
 from esper.leyline.files import Closing, json_of, mode_of, open_to_read, read_text, toml_of
 from esper.leyline.lifecycle import OP_NAMES
+from esper.leyline.settings import first_problem
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
@@ -107,7 +110,8 @@ class Record(Closing):
         Raises:
             QueryError: it is not a SELECT, reads other files, or is wrong; the message names the tables.
         """
-        return self._run(sql, params, lambda found: _named(found, found.fetchall()))
+        with self._asked(sql, params) as found:
+            return _named(found, found.fetchall())
 
     def rows(self, sql: str) -> Iterator[dict[str, Any]]:
         """The rows of one SELECT one by one, so that they need not fit in memory; raises QueryError like `query`."""
@@ -120,33 +124,28 @@ class Record(Closing):
 
         Raises QueryError like `query`.
         """
-
-        def fetch(found: duckdb.DuckDBPyConnection) -> tuple[list[dict[str, Any]], int, bool]:
+        with self._asked(sql, ()) as found:
             rows, more = _named(found, found.fetchmany(most)), 0
             until = time.monotonic() + COUNTING
-            while chunk := found.fetchmany(1000):
+            while chunk := found.fetchmany(_CHUNK):
                 more += len(chunk)
                 if more >= COUNTED or time.monotonic() > until:
                     return rows, more, False
-            return rows, more, True
-
-        return self._run(sql, (), fetch)
+        return rows, more, True
 
     def frame(self, sql: str) -> "pandas.DataFrame":
         """The result of one SELECT as a pandas frame; raises QueryError like `query`, or without pandas."""
-        with _needed("pandas"):
+        with importing("frames need pandas", "frames", kind=QueryError):
             import pandas
-        return self._run(sql, (), lambda found: pandas.DataFrame(found.df()))
+        with self._asked(sql, ()) as found:
+            return pandas.DataFrame(found.df())
 
     def polars(self, sql: str) -> "polars.DataFrame":
         """The result of one SELECT as a polars frame; raises QueryError like `query`, or without polars."""
-        with _needed("polars"):
+        with importing("frames need polars", "frames", kind=QueryError):
             import polars
-
-        def fetch(found: duckdb.DuckDBPyConnection) -> "polars.DataFrame":
+        with self._asked(sql, ()) as found:
             return polars.DataFrame(found.fetchall(), schema=_names(found), orient="row", infer_schema_length=None)
-
-        return self._run(sql, (), fetch)
 
     def anomaly_lines(self) -> list[str]:
         """A line for each kind of anomaly, with its rounds and advice."""
@@ -165,11 +164,6 @@ class Record(Closing):
     def close(self) -> None:
         """Close the database."""
         self._database.close()
-
-    def _run(self, sql: str, params: Sequence[object], fetch: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
-        """What `fetch` takes from the result."""
-        with self._asked(sql, params) as found:
-            return fetch(found)
 
     @contextmanager
     def _asked(self, sql: str, params: Sequence[object]) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -232,17 +226,6 @@ class Record(Closing):
             "lock_configuration = true",
         ):
             self._database.execute(f"SET {setting}")
-
-
-@contextmanager
-def _needed(package: str) -> Iterator[None]:
-    """Raises QueryError where the import inside finds no such package."""
-    try:
-        yield
-    except ImportError as error:
-        raise QueryError(
-            f"frames need {package}, which is not installed; pip install 'esper-growth[frames]'."
-        ) from error
 
 
 def open_record(paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> Record:
@@ -356,12 +339,8 @@ class _RunTables:
         self._insert(EPISODES.name, EPISODES.types, episodes)
         self.warnings += [*self._metrics.warnings(), *self._events.warnings()]
         self.replace(RUNS, [self._run_row()])
-        evaluations = (
-            row
-            for file in evaluation_files(self.path)
-            for row in _evaluation_rows(_parsed(file, json_of, self.warnings), file.relative_to(self.path).as_posix())
-        )
-        self.replace(EVALUATIONS, evaluations)
+        evaluations = evaluations_of(self.path, self.warnings).items()
+        self.replace(EVALUATIONS, (row for file, found in evaluations for row in _evaluation_rows(file, found)))
         self._begun = {kind: list(self._begun_parts(kind)) for kind in STORED}
         self._say_faults()
         columns = {kind: self._part_view(kind) for kind in STORED}
@@ -716,25 +695,45 @@ def evaluation_files(run: Path) -> list[Path]:
     return sorted((*run.glob("evaluation*.json"), *folders), key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
-def _evaluation_rows(document: object, file: str) -> Iterator[Row]:
-    """Rows of `evaluations` from a file of `esper evaluate --out`: means of all hosts, then each host.
+@with_config(extra="allow")
+class _Controller(TypedDict):
+    name: str
+    hosts: NotRequired[dict[str, Any] | None]
 
-    Of several tasks the file holds a list.
+
+@with_config(extra="allow")
+class _Evaluation(TypedDict):
+    controllers: list[_Controller]
+
+
+_EVALUATIONS: TypeAdapter[list[Any]] = TypeAdapter(list[_Evaluation])
+"""What is read of a file of `esper evaluate`."""
+
+
+def evaluations_of(run: Path, warnings: list[str]) -> dict[str, list[Row]]:
+    """The evaluations in a run directory by file, oldest first, without those that are damaged.
+
+    A file of several tasks has one for each.
     """
-    if isinstance(document, list):
-        for one in document:
-            yield from _evaluation_rows(one, file)
-        return
-    controllers = document.get("controllers") if isinstance(document, dict) else None
-    place = {"file": file, "task": document.get("task") if isinstance(document, dict) else None}
-    for found in controllers if isinstance(controllers, list) else ():
-        if not isinstance(found, dict):
-            continue
-        names = ("objective", "committed", "test", "growth", "training_flops")
-        place["controller"] = found.get("name")
+    found = {file: _parsed(file, _evaluations, warnings) for file in evaluation_files(run)}
+    return {file.relative_to(run).as_posix(): documents for file, documents in found.items() if documents}
+
+
+def _evaluations(text: str) -> list[Row]:
+    document = json_of(text)
+    try:
+        return _EVALUATIONS.validate_python(document if isinstance(document, list) else [document])
+    except ValidationError as error:
+        raise ValueError(first_problem(error).rstrip(".")) from None
+
+
+def _evaluation_rows(file: str, documents: Sequence[Line]) -> Iterator[Row]:
+    """Rows of `evaluations`: the means of all hosts, then each host."""
+    names = ("objective", "committed", "test", "growth", "training_flops")
+    for task, found in ((one.get("task"), found) for one in documents for found in one["controllers"]):
+        place = {"file": file, "task": task, "controller": found["name"]}
         yield {**place, "host": None, **{name: found.get(name) for name in names}}
-        hosts = found.get("hosts")
-        columns = {n: v for n in names if isinstance(v := hosts.get(n), list)} if isinstance(hosts, dict) else {}
+        columns = {n: v for n, v in (found.get("hosts") or {}).items() if n in names and isinstance(v, list)}
         for host, values in enumerate(zip(*columns.values(), strict=False)):
             yield {**place, "host": host, **dict(zip(columns, values, strict=True))}
 

@@ -14,15 +14,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, with_config
-from typing_extensions import TypedDict
-
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
 from esper.leyline.shapley import shapley_values
 from esper.telemetry.anomalies import RULES
-from esper.telemetry.record.reader import Record, evaluation_files
+from esper.telemetry.record.reader import Record, evaluations_of
 from esper.telemetry.record.schema import CONSTANT, TRAINED
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
 
@@ -158,7 +155,7 @@ def evaluation(record: Record) -> list[Payload]:
     difference to the trained controller; `sources` the file and the verdict of each run, and its older files.
     """
     runs = {row["run"]: row for row in record.query("select run, path, task from runs order by run")}
-    documents = {run: _documents(Path(row["path"])) for run, row in runs.items()}
+    documents = {run: evaluations_of(Path(row["path"]), []) for run, row in runs.items()}  # the record has warned
     tasks: dict[str, dict[str, dict[str, list[Payload]]]] = {}
     for row in record.query(_EVALUATION):
         task = row["task"] or runs[row["run"]]["task"]
@@ -185,34 +182,6 @@ def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
         row | {"kind": kinds.get(row["controller"], "other"), "difference": differences.get(row["controller"])}
         for row in rows
     ]
-
-
-def _documents(run: Path) -> dict[str, list[Payload]]:
-    """The evaluations in a run directory by file, oldest first; the record warns of those that are damaged.
-
-    A file of several tasks has one for each.
-    """
-    found = {}
-    for file in evaluation_files(run):
-        with suppress(OSError, ValueError):
-            document = read_json(file)
-            every = document if isinstance(document, list) else [document]
-            found[file.relative_to(run).as_posix()] = _EVALUATIONS.validate_python(every)
-    return found
-
-
-@with_config(extra="allow")
-class _Controller(TypedDict):
-    name: str
-
-
-@with_config(extra="allow")
-class _Evaluation(TypedDict):
-    controllers: list[_Controller]
-
-
-_EVALUATIONS: TypeAdapter[list[Any]] = TypeAdapter(list[_Evaluation])
-"""What is read of a file of `esper evaluate`."""
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")

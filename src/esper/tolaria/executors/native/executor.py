@@ -36,14 +36,7 @@ from esper.tolaria.executors.native.networks import (
     training_spaces,
 )
 from esper.tolaria.executors.native.sequences import pass_keys
-from esper.tolaria.executors.network import (
-    HostData,
-    NetworkExecutor,
-    SummedScores,
-    examples,
-    mean_factor,
-    train_pass,
-)
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor, train_pass
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
 from esper.tolaria.executors.training import begin_hosts, begin_training, finish_training, gradient_statistics
 
@@ -289,17 +282,12 @@ class NativeExecutor(NetworkExecutor):
             each = batches.chosen is not None
             x = x.float()[chosen].contiguous() if each else x.float().expand(1, *x.shape).contiguous()
             y = y[chosen] if each else y.expand(1, *y.shape)
-            if each:
-                spaces.rows(Space.INPUTS, x)
-            else:
-                spaces.share(Space.INPUTS, x)
+            place = spaces.rows if each else spaces.share
+            place(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
             if self._networks.computes_loss:
                 y = y.long().contiguous()
-                if each:
-                    spaces.rows(Space.LABELS, y)
-                else:
-                    spaces.share(Space.LABELS, y)
+                place(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
                 continue
             for k, states in enumerate(distinct):

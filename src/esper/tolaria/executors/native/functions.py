@@ -1,25 +1,14 @@
 """Rules of activation functions, softmax, extremes and variances, whose kernels are in functions.h."""
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final
 
-from esper.tolaria.executors.native.lowering import (
-    RULES,
-    Lowering,
-    Value,
-    rule,
-)
+from esper.tolaria.executors.native.lowering import RULES, Lowering, Value, rule
 from esper.tolaria.executors.native.program import Operation, Rows
-from esper.tolaria.executors.native.rules import (
-    affine,
-    axes_of,
-    broadcast,
-    cat,
-    squeeze,
-    total,
-)
+from esper.tolaria.executors.native.rules import affine, axes_of, broadcast, cat, squeeze, total
 from esper.tolaria.executors.native.trace import aten
 
 Function = IntEnum(
@@ -58,34 +47,33 @@ def activate(low: Lowering, x: object, function: Function, *numbers: float) -> V
     return low.result(y, backward, x)
 
 
-def _register(names: str, function: Function) -> None:
-    """Functions without further arguments."""
-
-    def plain(low: Lowering, x: Any) -> Value:
-        return activate(low, x, function)
-
-    for name in names.split():
-        rule(f"{name}.default", f"{name}_.default")(plain)
-
-
-for _names, _function in {
-    "relu": Function.RELU, "silu": Function.SILU, "hardswish": Function.HARDSWISH, "mish": Function.MISH,
-    "hardsigmoid": Function.HARDSIGMOID, "sigmoid": Function.SIGMOID, "tanh": Function.TANH, "exp": Function.EXP,
-    "log": Function.LOG, "sqrt": Function.SQRT,
-    "rsqrt": Function.RSQRT, "reciprocal": Function.RECIPROCAL, "abs": Function.ABS, "sign": Function.SIGN,
-    "sgn": Function.SIGN, "square": Function.SQUARE, "sin": Function.SIN, "cos": Function.COS, "erf": Function.ERF,
-}.items():  # fmt: skip
-    _register(_names, _function)
+FUNCTIONS: Final[dict[str, tuple[Function, tuple[float, ...]]]] = {
+    **{
+        function.name.lower(): (function, ())
+        for function in (
+            Function.RELU, Function.SILU, Function.HARDSWISH, Function.MISH, Function.HARDSIGMOID, Function.SIGMOID,
+            Function.TANH, Function.EXP, Function.LOG, Function.SQRT, Function.RSQRT, Function.RECIPROCAL,
+            Function.ABS, Function.SIGN, Function.SQUARE, Function.SIN, Function.COS, Function.ERF,
+        )
+    },
+    "sgn": (Function.SIGN, ()),
+    "hardtanh": (Function.HARDTANH, (-1.0, 1.0)),
+    "leaky_relu": (Function.LEAKY_RELU, (0.01,)),
+}  # fmt: skip
+"""Functions of one value by the name of their operation, and what its further arguments are if they are not given."""
 
 
-@rule("hardtanh.default", "hardtanh_.default")
-def hardtanh(low: Lowering, x: Any, least: float = -1.0, most: float = 1.0) -> Value:
-    return activate(low, x, Function.HARDTANH, float(least), float(most))
+def completed(given: Sequence[float], defaults: Sequence[float]) -> tuple[float, ...]:
+    """The further arguments of a function, of which the last ones are those that it has by default."""
+    return tuple(map(float, (*given, *defaults[len(given) :])))
 
 
-@rule("leaky_relu.default", "leaky_relu_.default")
-def leaky_relu(low: Lowering, x: Any, slope: float = 0.01) -> Value:
-    return activate(low, x, Function.LEAKY_RELU, float(slope))
+def _with_defaults(low: Lowering, x: Any, *given: float, function: Function, defaults: Sequence[float]) -> Value:
+    return activate(low, x, function, *completed(given, defaults))
+
+
+for _name, (_function, _defaults) in FUNCTIONS.items():
+    rule(f"{_name}.default", f"{_name}_.default")(partial(_with_defaults, function=_function, defaults=_defaults))
 
 
 @rule("elu.default", "elu_.default")
@@ -184,7 +172,7 @@ _LARGEST, _SMALLEST, _LOG_SUM = range(3)
 """Kinds of REDUCE."""
 
 
-def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first: bool = False) -> Value:
+def _reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind: int, first: bool = False) -> Value:
     """Over axes that follow each other."""
     x = low.value(x)
     gone = axes_of(x, dim)
@@ -207,45 +195,22 @@ def _reduce(low: Lowering, x: Any, dim: Any, keepdim: bool, kind: int, *, first:
     return found if keepdim else low.value(squeeze(low, found, gone))
 
 
-@rule("amax.default")
-def amax(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return _reduce(low, x, dim, keepdim, _LARGEST)
+def _with_place(low: Lowering, x: Any, dim: int, keepdim: bool = False, *, kind: int) -> tuple[Value, None]:
+    """Also where the extreme is, which nobody may read; the gradient belongs to the first of equal ones."""
+    return _reduce(low, x, dim, keepdim, kind=kind, first=True), None
 
 
-@rule("amin.default")
-def amin(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return _reduce(low, x, dim, keepdim, _SMALLEST)
-
-
-@rule("max.dim")
-def max_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
-    return _reduce(low, x, dim, keepdim, _LARGEST, first=True), None
-
-
-@rule("min.dim")
-def min_dim(low: Lowering, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, None]:
-    return _reduce(low, x, dim, keepdim, _SMALLEST, first=True), None
-
-
-@rule("logsumexp.default")
-def logsumexp(low: Lowering, x: Any, dim: Any, keepdim: bool = False) -> Value:
-    return _reduce(low, x, dim, keepdim, _LOG_SUM)
-
-
-def _of_two(low: Lowering, a: Any, b: Any, kind: int) -> Value:
+def _of_two(low: Lowering, a: Any, b: Any, *, kind: int) -> Value:
     a, b, like = broadcast(low, low.value(a), low.value(b))
     both = [RULES[aten.unsqueeze.default](low, RULES[aten.expand.default](low, x, like.shape), 0) for x in (a, b)]
-    return _reduce(low, cat(low, both, 0), 0, False, kind)
+    return _reduce(low, cat(low, both, 0), 0, kind=kind)
 
 
-@rule("maximum.default", "max.other")
-def maximum(low: Lowering, a: Any, b: Any) -> Value:
-    return _of_two(low, a, b, _LARGEST)
-
-
-@rule("minimum.default", "min.other")
-def minimum(low: Lowering, a: Any, b: Any) -> Value:
-    return _of_two(low, a, b, _SMALLEST)
+for _short, _long, _kind in (("max", "maximum", _LARGEST), ("min", "minimum", _SMALLEST)):
+    rule(f"a{_short}.default")(partial(_reduce, kind=_kind))
+    rule(f"{_short}.dim")(partial(_with_place, kind=_kind))
+    rule(f"{_long}.default", f"{_short}.other")(partial(_of_two, kind=_kind))
+rule("logsumexp.default")(partial(_reduce, kind=_LOG_SUM))
 
 
 @rule("linalg_vector_norm.default")
@@ -258,7 +223,9 @@ def vector_norm(low: Lowering, x: Any, order: float = 2, dim: Any = None, keepdi
     return activate(low, total(low, activate(low, x, Function.SQUARE), dim, keepdim, mean=False), Function.ROOT)
 
 
-def _var_mean(low: Lowering, x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Value, Value]:
+@rule("var_mean.correction")
+def var_mean(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None,
+             keepdim: bool = False) -> tuple[Value, Value]:  # fmt: skip
     x = low.value(x)
     center = total(low, x, dim, True, mean=True)
     squares = activate(low, RULES[aten.sub.Tensor](low, x, center), Function.SQUARE)
@@ -271,16 +238,10 @@ def _var_mean(low: Lowering, x: Any, dim: Any, correction: float | None, keepdim
 
 
 @rule("var.correction")
-def var(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
-    return _var_mean(low, x, dim, correction, keepdim)[0]
+def var(low: Lowering, *arguments: Any, **options: Any) -> Value:
+    return var_mean(low, *arguments, **options)[0]
 
 
 @rule("std.correction")
-def std(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Value:
-    return activate(low, _var_mean(low, x, dim, correction, keepdim)[0], Function.ROOT)
-
-
-@rule("var_mean.correction")
-def var_mean(low: Lowering, x: Any, dim: Any = None, *, correction: float | None = None,
-             keepdim: bool = False) -> tuple[Value, Value]:  # fmt: skip
-    return _var_mean(low, x, dim, correction, keepdim)
+def std(low: Lowering, *arguments: Any, **options: Any) -> Value:
+    return activate(low, var(low, *arguments, **options), Function.ROOT)

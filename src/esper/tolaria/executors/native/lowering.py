@@ -198,14 +198,10 @@ class Lowering:
     """The first row of the gradient whose rule is being written: the rule may still read it."""
     _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
-    # -- for rules -----------------------------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.emit = self.a.emit
 
-    def emit(
-        self, operation: Operation, *operands: Rows | Place | None, sizes: tuple[int, ...] = (), flag: int = 0,
-        numbers: tuple[float, ...] = (),
-    ) -> None:  # fmt: skip
-        """Append an instruction; an operand that is None becomes a null pointer."""
-        self.a.emit(operation, *operands, sizes=sizes, flag=flag, numbers=numbers)
+    # -- for rules -----------------------------------------------------------------------------------------------------
 
     def refuse(self, why: str) -> NoRuleError:
         """The error of a rule that cannot do something."""
@@ -277,11 +273,7 @@ class Lowering:
 
     def result(self, y: Value, backward: Backward, *inputs: Value | Weight | None) -> Value:
         """The value of a rule; `backward(g)` writes its backward pass, if the gradient of an input is needed."""
-        if not self.trains(*inputs):
-            return y
-        y = replace(y, needs=True)
-        self._tape.append((y, backward))
-        return y
+        return self.leaf(y, backward) if self.trains(*inputs) else y
 
     def leaf(self, y: Value, backward: Backward) -> Value:
         """A value whose gradient is needed though it comes from no other."""
@@ -359,10 +351,9 @@ class Lowering:
             self.emit(Operation.SPREAD, place, rows, sizes=(rows.size,))
             found = Value(rows, shape, axis=None)
             if grad is not None and self.trainable:
-                found = replace(found, needs=True)
-                self._tape.append((
+                found = self.leaf(
                     found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=(rows.size,))
-                ))  # fmt: skip
+                )  # fmt: skip
             self._spread[place, grad] = found
         return found if found.shape == shape else self.view(found, shape, None)
 

@@ -7,21 +7,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from esper.tolaria.executors.native.functions import Function, activate
-from esper.tolaria.executors.native.lowering import (
-    RULES,
-    Dims,
-    Lowering,
-    Value,
-    Weight,
-    rule,
-    rule_of,
-)
+from esper.tolaria.executors.native.functions import FUNCTIONS, Function, activate, completed
+from esper.tolaria.executors.native.lowering import RULES, Dims, Lowering, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
-from esper.tolaria.executors.native.rules import (
-    mul,
-    permute,
-)
+from esper.tolaria.executors.native.rules import mul, permute
 from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, joined, only_user
 
 # -- normalizations ----------------------------------------------------------------------------------------------------
@@ -38,34 +27,32 @@ def _place(x: Weight | None) -> Place | None:
     return None if x is None else x.place
 
 
-def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
-                eps: float, simple: _Simple = _NOTHING, other: Value | None = None) -> Value:  # fmt: skip
+def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+                momentum: float, eps: float, _: bool = True, *, simple: _Simple = _NOTHING,
+                other: Value | None = None) -> Value:  # fmt: skip
     """f(bn(x) + other)."""
-    x = low.value(given)
+    x, settings = low.value(given), (mean, var, training, momentum, eps)
     if x.axis == 0 and not x.leads:
-        return _with_parts(
-            low, x, lambda h: _batch_norm(low, h, weight, bias, mean, var, training, momentum, eps, simple)
-        )
+        return _with_parts(low, x, lambda h: _batch_norm(low, h, weight, bias, *settings, simple=simple))
     x = low.leading(x)
-    channels, (function, numbers) = x.features[0], simple
+    channels, (function, more) = x.features[0], simple
     if isinstance(weight, Value) or isinstance(bias, Value):
         assert other is None, "fused without computed weights"
-        plain = _batch_norm(low, x, None, None, mean, var, training, momentum, eps)
-        return activate(low, _affine_channels(low, plain, weight, bias), function, *numbers)
-    sizes, numbers = (channels, x.size // channels), (eps, momentum, *numbers)
+        plain = _batch_norm(low, x, None, None, *settings)
+        return activate(low, _affine_channels(low, plain, weight, bias), function, *more)
+    options: dict[str, Any] = {
+        "sizes": (channels, x.size // channels), "flag": function, "numbers": (eps, momentum, *more)
+    }  # fmt: skip
     w, b = _optional(low, weight, channels), _optional(low, bias, channels)
     running = _place(_optional(low, mean, channels)), _place(_optional(low, var, channels))
     y, residual = low.like(x), None if other is None else other.rows
     of_x = x.rows, _place(w), _place(b)
-    stats: tuple[Place | None, Place | None]
+    stats: tuple[Place, ...] = ()
     if training:
         stats = low.a.numbers(channels), low.a.numbers(channels)
         low.a.normalizes(x.features, groups=channels)
-        low.emit(Operation.BATCH_NORM, *of_x, *running, *stats, y.rows, residual, sizes=sizes, flag=function,
-                 numbers=numbers)  # fmt: skip
-    else:
-        low.emit(Operation.BATCH_NORM_FIXED, *of_x, *running, y.rows, residual, sizes=sizes, flag=function,
-                 numbers=numbers)  # fmt: skip
+    operation = Operation.BATCH_NORM if training else Operation.BATCH_NORM_FIXED
+    low.emit(operation, *of_x, *running, *stats, y.rows, residual, **options)
 
     def backward(g: Rows) -> None:
         g = low.own(g)
@@ -74,15 +61,17 @@ def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, va
         of_y = None if other is None else y.rows
         if training:
             low.emit(Operation.BATCH_NORM_BACKWARD, *of_x, *stats, low.a.numbers(2 * channels), g, of_y, *grads,
-                     sizes=sizes, flag=function, numbers=numbers)  # fmt: skip
+                     **options)  # fmt: skip
         else:
-            low.emit(Operation.BATCH_NORM_FIXED_BACKWARD, *of_x, *running, g, of_y, *grads, sizes=sizes,
-                     flag=function, numbers=numbers)  # fmt: skip
+            low.emit(Operation.BATCH_NORM_FIXED_BACKWARD, *of_x, *running, g, of_y, *grads, **options)
         low.give(x, grads[0])
         if other is not None:
             low.give(other, g)
 
     return low.result(y, backward, x, w, b, other)
+
+
+rule("batch_norm.default")(_batch_norm)
 
 
 def _with_parts(low: Lowering, x: Value, normalize: Callable[[Value], Value]) -> Value:
@@ -103,25 +92,18 @@ def _affine_channels(low: Lowering, y: Value, weight: Any, bias: Any, shape: Dim
     return added
 
 
-@rule("batch_norm.default")
-def batch_norm(low: Lowering, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
-               eps: float, _: bool) -> Value:  # fmt: skip
-    return _batch_norm(low, x, weight, bias, mean, var, training, momentum, eps)
-
-
 def fused_batch_norm() -> None:
     """Batch normalization, perhaps the addition of a residual, then an activation function."""
 
 
 @rule_of(fused_batch_norm)
 def _fused_batch_norm(low: Lowering, function: int, numbers: tuple[float, ...], other: Any, *arguments: Any) -> Value:
-    x, weight, bias, mean, var, training, momentum, eps, _ = arguments
-    given, simple = (x, weight, bias, mean, var, training, momentum, eps), (Function(function), tuple(numbers))
+    (x, weight, bias, *_), simple = arguments, (Function(function), tuple(numbers))
     computed = isinstance(weight, Value) or isinstance(bias, Value)
     alike = isinstance(other, Value) and other.leads and other.shape == x.shape
     if other is None or (alike and not computed):
-        return _batch_norm(low, *given, simple, other)
-    return activate(low, RULES[aten.add.Tensor](low, _batch_norm(low, *given), other), *_spread(simple))
+        return _batch_norm(low, *arguments, simple=simple, other=other)
+    return activate(low, RULES[aten.add.Tensor](low, _batch_norm(low, *arguments), other), *_spread(simple))
 
 
 def _spread(simple: _Simple) -> tuple[Any, ...]:
@@ -225,12 +207,10 @@ def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tup
 
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
-_BOUNDED = (aten.hardtanh.default, aten.hardtanh_.default)
 _SIMPLE: Final[dict[Any, _Simple]] = {
-    **dict.fromkeys((aten.relu.default, aten.relu_.default), (Function.RELU, ())),
-    **dict.fromkeys(_BOUNDED, (Function.HARDTANH, (-1.0, 1.0))),
-    **dict.fromkeys((aten.silu.default, aten.silu_.default), (Function.SILU, ())),
-    **dict.fromkeys((aten.hardswish.default, aten.hardswish_.default), (Function.HARDSWISH, ())),
+    getattr(aten, name).default: FUNCTIONS[function]
+    for function in ("relu", "hardtanh", "silu", "hardswish")
+    for name in (function, f"{function}_")
 }
 
 
@@ -239,11 +219,9 @@ def _simple_after(node: fx.Node) -> tuple[fx.Node, _Simple] | None:
     found = only_user(node, tuple(_SIMPLE))
     if found is None or found.kwargs:
         return None
-    function, numbers = _SIMPLE[found.target]
-    if found.target in _BOUNDED:
-        bounds: list[Any] = [*found.args[1:], *numbers[len(found.args) - 1 :]]
-        numbers = float(bounds[0]), float(bounds[1])
-    return found, (function, numbers)
+    function, defaults = _SIMPLE[found.target]
+    given: tuple[Any, ...] = found.args[1:]
+    return found, (function, completed(given, defaults))
 
 
 def _shape(node: object) -> tuple[int, ...]:

@@ -2,23 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from esper.tolaria.executors.native.lowering import (
-    Dims,
-    Lowering,
-    Value,
-    loop,
-    rule,
-    strides_of,
-)
+from esper.tolaria.executors.native.lowering import Dims, Lowering, Value, loop, rule, strides_of
 from esper.tolaria.executors.native.program import Operation, Rows
-from esper.tolaria.executors.native.rules import (
-    cat,
-    rearranged,
-    slice_,
-    total,
-)
+from esper.tolaria.executors.native.rules import cat, rearranged, slice_, total
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
 
@@ -74,14 +63,15 @@ def _max_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int]) -> Value
 
 
 def _average_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int], padded: bool, divisor: int | None) -> Value:
-    y, numbers = _with_space(low, x, out), (float(divisor or 0),)
-    low.emit(Operation.AVERAGE_POOL, x.rows, y.rows, sizes=sizes, flag=padded, numbers=numbers)
+    options: dict[str, Any] = {"sizes": sizes, "flag": padded, "numbers": (float(divisor or 0),)}
+    return _mapped(low, x, out, Operation.AVERAGE_POOL, Operation.AVERAGE_POOL_BACKWARD, **options)
 
-    def backward(g: Rows) -> None:
-        operation = Operation.AVERAGE_POOL_BACKWARD
-        low.into(x, lambda grad: low.emit(operation, g, grad, sizes=sizes, flag=padded, numbers=numbers))
 
-    return low.result(y, backward, x)
+def _mapped(low: Lowering, x: Value, out: Sequence[int], there: Operation, back: Operation, **options: Any) -> Value:
+    """What is linear in x: `there` writes it, and `back` the gradient of x from that of the result."""
+    y = _with_space(low, x, out)
+    low.emit(there, x.rows, y.rows, **options)
+    return low.result(y, lambda g: low.into(x, lambda grad: low.emit(back, g, grad, **options)), x)
 
 
 def _register_pools(axes: int) -> None:
@@ -89,11 +79,7 @@ def _register_pools(axes: int) -> None:
                  ceil: bool = False) -> Value:  # fmt: skip
         x = _planes(low, x, axes)
         kernel = _numbers_of(kernel, axes)
-        stride, padding, dilation = (
-            _numbers_of(stride or kernel, axes),
-            _numbers_of(padding, axes),
-            _numbers_of(dilation, axes),
-        )
+        stride, padding, dilation = (_numbers_of(of, axes) for of in (stride or kernel, padding, dilation))
         out = [_pooled(*of, ceil) for of in zip(x.dims[-axes:], kernel, stride, padding, dilation, strict=True)]
         return _max_pool(low, x, _windows(x, out, kernel, stride, padding, dilation), out)
 
@@ -237,8 +223,8 @@ _NEAREST, _NEAREST_EXACT, _LINEAR, _ALIGNED = range(4)
 """Rules of RESIZE."""
 
 
-def _resize(low: Lowering, x: Any, axes: int, kind: int, size: Sequence[int] | None,
-            factors: Sequence[float] | None) -> Value:  # fmt: skip
+def _resize(low: Lowering, x: Any, size: Sequence[int] | None, factors: Sequence[float] | None, *, kind: int) -> Value:
+    axes = len(size or factors or ())
     x = _planes(low, x, axes)
     space = x.dims[-axes:]
     if size is None:
@@ -256,26 +242,14 @@ def _resize(low: Lowering, x: Any, axes: int, kind: int, size: Sequence[int] | N
             steps.append(1.0 / factor if factor else n / m)
     more = (1,) * (2 - axes)
     sizes = (x.size // math.prod(space), *more, *space, *more, *out)
-    y, numbers = _with_space(low, x, out), tuple(steps)
-    low.emit(Operation.RESIZE, x.rows, y.rows, sizes=sizes, flag=kind, numbers=numbers)
-
-    def backward(g: Rows) -> None:
-        operation = Operation.RESIZE_BACKWARD
-        low.into(x, lambda grad: low.emit(operation, g, grad, sizes=sizes, flag=kind, numbers=numbers))
-
-    return low.result(y, backward, x)
+    return _mapped(low, x, out, Operation.RESIZE, Operation.RESIZE_BACKWARD, sizes=sizes, flag=kind,
+                   numbers=tuple(steps))  # fmt: skip
 
 
-@rule("upsample_nearest1d.vec", "upsample_nearest2d.vec")
-def nearest(low: Lowering, x: Any, size: Any, factors: Any) -> Value:
-    return _resize(low, x, len(size or factors), _NEAREST, size, factors)
-
-
-@rule("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec")
-def nearest_exact(low: Lowering, x: Any, size: Any, factors: Any) -> Value:
-    return _resize(low, x, len(size or factors), _NEAREST_EXACT, size, factors)
+rule("upsample_nearest1d.vec", "upsample_nearest2d.vec")(partial(_resize, kind=_NEAREST))
+rule("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec")(partial(_resize, kind=_NEAREST_EXACT))
 
 
 @rule("upsample_linear1d.vec", "upsample_bilinear2d.vec")
 def linear(low: Lowering, x: Any, size: Any, aligned: bool, factors: Any) -> Value:
-    return _resize(low, x, len(size or factors), _ALIGNED if aligned else _LINEAR, size, factors)
+    return _resize(low, x, size, factors, kind=_ALIGNED if aligned else _LINEAR)

@@ -146,12 +146,11 @@ def _written_out(low: Lowering, q: Value, k: Value, v: Value, mask: Any, causal:
 
 def _score_mask(low: Lowering, mask: Tensor, q: Value, shape: Dims, heads: int) -> tuple[Tensor, bool]:
     """What is added to the scores, [T, S] or [heads, T, S]; and whether it is of each head."""
-    if mask.dtype == torch.bool:
-        if not mask.any(dim=-1).all():
-            raise low.refuse("a mask of attention that leaves a query no key")
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-    elif bool((mask == -math.inf).all(dim=-1).any()):
+    seen = mask if mask.dtype == torch.bool else mask != -math.inf
+    if not seen.any(dim=-1).all():
         raise low.refuse("a mask of attention that leaves a query no key")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     lead = mask.shape[:-2]
     if math.prod(lead) == 1:
         return mask.reshape(mask.shape[-2:]).expand(shape).contiguous(), False
@@ -380,10 +379,7 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     return low.result(y, backward, *values)
 
 
-@rule("where.self", "where.ScalarOther", "where.ScalarSelf")
-def where(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
-    """`a` where the mask is True, else `b`."""
-    return _select(low, mask, a, b)
+rule("where.self", "where.ScalarOther", "where.ScalarSelf")(_select)
 
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")

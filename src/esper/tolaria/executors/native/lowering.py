@@ -198,10 +198,14 @@ class Lowering:
     """The first row of the gradient whose rule is being written: the rule may still read it."""
     _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.emit = self.a.emit
-
     # -- for rules -----------------------------------------------------------------------------------------------------
+
+    def emit(
+        self, operation: Operation, *operands: Rows | Place | None, sizes: tuple[int, ...] = (), flag: int = 0,
+        numbers: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        """Append an instruction; an operand that is None becomes a null pointer."""
+        self.a.emit(operation, *operands, sizes=sizes, flag=flag, numbers=numbers)
 
     def refuse(self, why: str) -> NoRuleError:
         """The error of a rule that cannot do something."""

@@ -35,6 +35,7 @@ WRONG = [
     (lambda: esper.grow("digits", best_of=0), "best_of is 0; at least 1 network is needed."),
     (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be a whole number."),
     (lambda: esper.train("digits", devise="x"), "no argument 'devise'; did you mean 'device'?"),
+    (lambda: esper.grow("digits", minutes=3), r"limits are given as budget=esper\.Budget\(minutes=\.\.\.\)"),
     (lambda: esper.train("digits", batch_size=3), "unknown key batch_size; did you mean 'batch_train'"),
     (lambda: esper.load(3), r"esper.load: path is 3; it must be Path \| str."),
     (lambda: esper.evaluate("run", ["heuristic"]), r"baselines is \['heuristic'\]; it must be text."),

@@ -136,10 +136,11 @@ def test_a_loss_or_metric_that_edits_what_it_gets_is_refused_without_a_change_of
         vectors(train=(x, y), loss=lambda out, y: out.sub_(y).square().mean(dim=1))
 
 
-def test_data_that_change_after_the_task_was_made_are_noticed():
-    x, y = points()
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_data_that_change_after_the_task_was_made_are_noticed(kind):
+    x, y = map(kind, points())
     task = vectors(train=(x, y), val=points(30), test=points(20))
-    x *= 2.0
+    y *= 2.0
     with pytest.raises(EsperError, match=r"changed in place .* after the task was made; give the task a copy"):
         grow(task, "wait_only")
 

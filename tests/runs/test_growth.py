@@ -310,6 +310,20 @@ def test_a_stage_that_is_late_or_early_is_planned_anew_halfway_and_ends_with_its
     assert growth.entries[0].loss[50] < 2.0 * growth.entries[0].loss[49]
 
 
+def test_a_stage_that_is_late_is_planned_anew_again_where_a_quarter_is_left_but_is_not_made_longer_there(grow):
+    growth = grow("auto", minutes=5.0, steps=100)
+    growth.stages, growth._at_once, growth._fixed = (Stage(1.0, 1),), 1.0, None
+    growth.begun, growth.end, growth.steps = 0, 100, 100
+    growth.t, growth.lasted = 75, 75 * growth._of_step(Candidate())
+    growth.rows = growth.rows[:1]
+    growth.seconds = growth.training_seconds = 75.0
+    growth._replan_if_wrong()
+    assert growth.end == 100  # 210 seconds are left for 25 steps of one
+    growth.seconds = growth.training_seconds = 260.0
+    growth._replan_if_wrong()
+    assert 76 <= growth.end < 90  # 25 seconds are left
+
+
 def test_the_time_of_candidates_is_tried_before_they_are_planned(grow, monkeypatch):
     paces = iter((8.0, 2.0, 3.0))
     monkeypatch.setattr(Growth, "_pace", lambda self, some, **given: next(paces))

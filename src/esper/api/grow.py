@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -248,7 +248,9 @@ class Grown:
         try:
             figure.savefig(expanded(file), dpi=110)
         except (OSError, ValueError) as error:
-            raise ExportError(f"{file} cannot be drawn ({error}); name a .png or .svg file.") from error
+            raise ExportError(
+                f"{file} cannot be drawn ({error}); name a .png or .svg file in a folder that can be written to."
+            ) from error
 
     def __repr__(self) -> str:
         own = f"{self.network.description.task}\n{self.network.summary}"
@@ -314,6 +316,9 @@ def grow(
     file = [task] if isinstance(task, str) and names_task(task) else []
     plugins = absolute_plugins([*settings.pop("plugins", ()), *file], Path())
     load_plugins(plugins)
+    if limits := settings.keys() & {f.name for f in fields(Budget)}:
+        name = min(limits)
+        raise ConfigError(f"unknown argument {name}; limits are given as budget=esper.Budget({name}=...).")
     spec, budget = spec_of(task), budget or Budget()
     if best_of < 1:
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")

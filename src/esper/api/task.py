@@ -370,7 +370,7 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
 
 def _require_numbers(y: Tensor) -> None:
     """Raise ConfigError for floats of the shape of the outputs that may mean classes or numbers."""
-    probabilities = y.dim() == 2 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
+    probabilities = y.dim() == 2 and y.shape[1] > 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
     if y.is_floating_point() and (probabilities or bool(((y == 0) | (y == 1)).all())):
         likely = "cross_entropy" if probabilities else "binary_cross_entropy_with_logits"
         raise ConfigError(

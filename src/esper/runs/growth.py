@@ -777,17 +777,22 @@ class Growth:
         self.training_seconds += time.monotonic() - began
         if self.t == self.end and not is_last:
             self._next_stage()
-        elif self.t == (self.begun + self.end) // 2 and self.budget.minutes is not None and not self._fixed:
+        elif self.budget.minutes is not None and not self._fixed:
             self._replan_if_wrong()
         self.seconds += time.monotonic() - began
 
     def _replan_if_wrong(self) -> None:
-        """Plan anew if the steps of this stage took longer or shorter than planned.
+        """Plan anew if the steps of this stage took longer or shorter than planned; else minutes would be left.
 
-        Else the last learning rates would not be low, or minutes would be left.
+        Halfway through the stage, and where half of the rest is left, and so on: then only for fewer steps, whose last
+        learning rates would not be low.
         """
+        left, halves = self.end - self.t, [(self.end - self.begun) >> k for k in range(1, 10)]
+        if left == 0 or left not in halves:
+            return
         steps = self._longest([self.entries[row].candidate for row in self.rows], self.stages[self.stage :])
-        if abs(self.steps - steps) > _WRONG * (self.steps - self.t):
+        change = (steps - self.steps) / (self.steps - self.t)
+        if change < -_WRONG or (change > _WRONG and left == halves[0]):
             state = self._engine.state_of(list(range(len(self.rows))))
             self._replan()
             self._load(state)

@@ -1,5 +1,6 @@
 """Data sets: checked, split, and resident on the device; where their files lie, and stratified splits."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ LastBatch = Literal["merge", "drop", "keep"]
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
 Tokens = npt.NDArray[np.int32]
+_COMPARED = 65_536
+"""Numbers of a split that are compared to see whether it was changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Split:
 
     x: Shaped[Tensor, "n ..."] = field(repr=False)
     y: Shaped[Tensor, "n ..."] = field(repr=False)
-    _versions: tuple[int, ...] = field(init=False, repr=False)
+    _versions: tuple[int | bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_versions", self._found())
@@ -60,15 +63,28 @@ class Split:
         return Split(self.x[place], self.y[place])
 
     def require_unchanged(self) -> None:
-        """Raise DataError if an operation in place has changed the examples since this split was made."""
+        """Raise DataError if the examples were changed in place since this split was made.
+
+        PyTorch counts its own operations; of arrays that share the memory some examples are compared.
+        """
         if self._found() != self._versions:
             raise DataError(
                 "the examples of the task were changed in place (x.mul_(2), x += 1, x[0] = 0) after the task was made; "
-                "give the task a copy (x.clone()), and let network, loss and metric work on copies of what they get."
+                "give the task a copy (x.clone() or x.copy()), and let network, loss and metric work on copies of what "
+                "they get."
             )
 
-    def _found(self) -> tuple[int, ...]:
-        return tuple(-1 if values.is_inference() else values._version for values in (self.x, self.y))
+    def _found(self) -> tuple[int | bytes, ...]:
+        both = self.x, self.y
+        versions = [-1 if values.is_inference() else values._version for values in both]
+        return *versions, *(_some(values) for values in both if values.device.type == "cpu")
+
+
+def _some(values: Tensor) -> bytes:
+    """Examples at equal distances, as bytes."""
+    count = max(1, _COMPARED * len(values) // max(values.numel(), 1))
+    some = values.detach()[:: max(1, len(values) // count)].flatten().contiguous()
+    return hashlib.sha1(some.view(torch.uint8).numpy().data, usedforsecurity=False).digest()
 
 
 @runtime_checkable

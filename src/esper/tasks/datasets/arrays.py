@@ -365,7 +365,10 @@ def _tensor(place: str, value: object) -> Tensor:
         ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
         if isinstance(value, np.ndarray):
-            of_kind = dict.fromkeys("OSU", "np.unique(labels, return_inverse=True)[1] where it holds labels")
+            of_kind = dict.fromkeys(
+                "OSU",
+                "np.unique(labels, return_inverse=True)[1] where it holds labels, .astype(np.float32) where numbers",
+            )
             of_kind["c"] = "np.stack((z.real, z.imag), axis=1)"
             way = of_kind.get(value.dtype.kind, ".astype(np.float32)")
         raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
@@ -424,8 +427,8 @@ def _numbers(place: str, y: Tensor, axes: int, least: int, beyond: int, words: s
     if len(wrong):
         index, expected = tuple(wrong[0].tolist()), f"{least}..{beyond - 1}" + " (-1 is padding)" * (least == PADDING)
         raise DataError(
-            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {expected}; correct it, or the "
-            "number of classes or tokens of the objective."
+            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {expected}; correct it, "
+            f"or the number of outputs of the network{'; labels that begin at 1 need y - 1' * (int(y.min()) == 1)}."
         )
     return y
 

@@ -582,6 +582,16 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
     assert "In all 25 FLOPs and 1:01." in str(board)
 
 
+def test_a_long_leaderboard_shows_the_best_the_kept_and_those_of_the_pareto_set():
+    entries = tuple(entry(90.0 - i, 300 if i < 19 else 100, f"norm{i}") for i in range(20))
+    board = Leaderboard(
+        entries=entries, chosen=15, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
+    )
+    shown = [line.split()[0] for line in str(board).splitlines() if line.startswith("norm")]
+    assert shown == [f"norm{i}" for i in (*range(12), 15, 19)]
+    assert "\n6 more candidates.\n" in str(board)
+
+
 def test_a_candidate_without_a_finite_loss_is_never_the_best():
     broken, fine = entry(99.0, 10), entry(10.0, 10)
     broken.loss = [math.nan]

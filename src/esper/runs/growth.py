@@ -28,6 +28,7 @@ Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, a
 import json
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -107,6 +108,8 @@ _LEAST_GAIN = 0.1
 holds many trainings."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
+_SHOWN = 12
+"""Candidates that a printed leaderboard has, beside the Pareto set."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -226,7 +229,9 @@ class Leaderboard:
 
     def __str__(self) -> str:
         page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
-        for i, entry in enumerate(self.entries):
+        shown = [i for i in range(len(self.entries)) if i < _SHOWN or i == self.chosen or i in self.pareto]
+        for i in shown:
+            entry = self.entries[i]
             steps, val, test = len(entry.val), entry.score, None
             if i == self.chosen:
                 steps, val, test = self.steps, self.val, self.test
@@ -239,9 +244,11 @@ class Leaderboard:
                 *(short(value) for value in (entry.flops, entry.spent)),
                 "*" * (i in self.pareto),
             )
+        more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
         return (
-            f"{tables.text(lambda console: console.print(page))}\nval, test: {self.unit}; FLOPs of one example, and "
-            "spent on the candidate; *: none has fewer parameters and more points.\n"
+            f"{tables.text(lambda console: console.print(page))}\n{more}"
+            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate; *: none has fewer parameters "
+            "and more points.\n"
             f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
         )
 
@@ -730,9 +737,13 @@ class Growth:
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)
         rates = [candidate.rate for candidate in candidates]
         task = task or self._task(config)
-        return engine_of(
-            config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, task=task, lr_factors=rates
-        )
+        with warnings.catch_warnings():
+            if hasattr(self, "_engine"):  # the first engine has said the same
+                warnings.simplefilter("ignore")
+            return engine_of(
+                config, self._dataset, self._device, engine_config=hosts, on_step=self._listen, task=task,
+                lr_factors=rates,
+            )  # fmt: skip
 
     def _entry(self, candidate: Candidate, parent: int | None = None) -> Entry:
         architecture = candidate.architecture

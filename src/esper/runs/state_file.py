@@ -45,8 +45,8 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
         raise CheckpointError(f"{path} cannot be written ({why}); fix that, then {next_}.") from error
 
 
-def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write_state` wrote; raises CheckpointError that says what is damaged."""
+def read_state(path: Path, way: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write_state` wrote; raises CheckpointError that says what is damaged, and this `way` out."""
     try:
         require_regular(path)
         with safe_open(path, framework="pt") as file:
@@ -55,17 +55,17 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         digest, text = json_of(metadata["about"])
         about = json_of(text)
         if _digest(text, state) != digest:
-            raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
+            raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited{way}.")
         if not isinstance(about, dict):
-            raise CheckpointError(f"{path} holds no JSON object about its tensors; it is not a file of esper.")
+            raise CheckpointError(f"{path} holds no JSON object about its tensors; it is not a file of esper{way}.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {str(error).removesuffix('.')}{way}.") from error
     return about, state
 
 
 def read_checked(path: Path, kind: type[C], way: str = "") -> tuple[C, dict[str, Tensor]]:
-    """The same with the values as a dataclass, whose types are checked; `way` out of a CheckpointError that says so."""
-    about, state = read_state(path)
+    """The same with the values as a dataclass, whose types are checked."""
+    about, state = read_state(path, way)
     try:
         return parse(kind, about), state
     except ConfigError as error:

@@ -241,7 +241,8 @@ def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
     name = type(network).__name__
     if out.dim() == 0 or len(out) != rows or not out.is_floating_point():
         raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} example{'s' * (rows > 1)}; "
-                          f"outputs are floats [{rows}, ...], and the network computes no loss.")  # fmt: skip
+                          f"outputs are floats [{rows}, ...]. Keep the axis of examples (x.squeeze(-1), not "
+                          "x.squeeze()), and leave the loss to esper.")  # fmt: skip
     return out
 
 

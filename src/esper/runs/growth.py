@@ -86,7 +86,7 @@ there than smoother gradients. Where these are too few as well, it tries no arch
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
-"""Batches of the first stage of "auto" below which nothing can be told apart: then the network alone has it all."""
+"""Batches of the first stage of "auto" below which nothing can be distinguished: then the network alone has it all."""
 _MEASURED = 0.02
 """Share of the compute of a step that goes into measuring; behind a stage all validation examples are measured."""
 _IN_TIME = 0.95
@@ -518,7 +518,7 @@ class Growth:
         if minutes is not None:
             pace = partial(self._pace, [Candidate()], min(_TRIED * 60.0 * minutes, _MOST_TRIED))
             self._trial_seconds = usual = pace(batch_seconds)
-        batches = self._left() / self._of_step(Candidate()) * self._prices.batches
+        batches = self._batches()
         while batches < _SHORT and self.batch // 2 >= self._config.task_spec().smallest_batch:
             self.batch, batches = self.batch // 2, 2.0 * batches
         if minutes is not None:
@@ -602,8 +602,7 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            batches = self._left() / self._of_step(Candidate()) * self._prices.batches
-            most = len(self._pool) if self._fixed or batches >= _SHORT else 0
+            most = len(self._pool) if self._fixed or self._batches() >= _SHORT else 0
             races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
@@ -656,6 +655,10 @@ class Growth:
     def _left(self) -> float:
         """FLOPs that may still be spent on one candidate."""
         return min(left for _, left in self._limits)
+
+    def _batches(self) -> float:
+        """Batches of the network alone that may still be trained."""
+        return self._left() / self._of_step(Candidate()) * self._prices.batches
 
     def _costs(self, candidates: Sequence[Candidate], stages: Sequence[Stage], at_once: float = 1.0) -> list[float]:
         """FLOPs of a step in the first of some stages, and in each later one if candidates of a mean price are left.
@@ -728,10 +731,9 @@ class Growth:
         self, candidates: Sequence[Candidate], task: TaskSpec | None = None, measured_share: float = 1.0
     ) -> VectorizedEngine:
         optimizer, lifecycle = self._config.optimizer, self._config.lifecycle
-        optimizer = replace(
-            optimizer, warmup=0 if self.begun else min(optimizer.warmup, self.end - 1)
-        )  # of new weights
+        warmup = 0 if self.begun else min(optimizer.warmup, self.end - 1)  # trained weights need none
         lifecycle = replace(lifecycle, measured_share=min(lifecycle.measured_share, measured_share))
+        optimizer = replace(optimizer, warmup=warmup)
         config = replace(self._config, episode_length=self.end, optimizer=optimizer, lifecycle=lifecycle)
         hosts = config.engine(run_seed=self.seed, num_envs=len(candidates))
         hosts = replace(hosts, distinct_hosts=1, schedule_begin=self.begun)

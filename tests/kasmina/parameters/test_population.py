@@ -372,7 +372,7 @@ class Shortcut(nn.Module):
 
 
 @pytest.mark.parametrize(("channels", "runs"), [(4, False), (7, False), (8, True)])
-def test_a_narrow_strided_shortcut_gets_images_as_they_are_because_its_gradient_spoils_memory(channels, runs):
+def test_a_narrow_strided_shortcut_gets_images_as_they_are_because_its_gradient_corrupts_memory(channels, runs):
     x = torch.randn(2, 3, 8, 8)
     host = ModuleHostSpec.of(lambda: Shortcut(channels), ["stem"], x[:1])
     kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))

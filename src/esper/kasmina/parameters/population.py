@@ -339,7 +339,7 @@ def runs_channels_last(kind: Kind, x: Tensor) -> bool:
     """Whether a network with convolutions runs forward and backward on images that lie so, with the same outputs.
 
     On a CPU its convolutions are faster then, but group normalization is slower. Networks that `view` their features
-    refuse them, and PyTorch's gradients of some convolutions spoil memory (`_NarrowStrides`).
+    refuse them, and PyTorch's gradients of some convolutions corrupt memory (`_NarrowStrides`).
     """
     module = deterministic_build(kind.build).train()
     layers = {nn.Conv2d: False, nn.GroupNorm: False} | {type(layer): True for layer in module.modules()}

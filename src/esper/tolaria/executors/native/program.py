@@ -20,8 +20,8 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-LANES: Final = 16
-"""Rows are padded to a multiple of this many examples on any processor, or of half of it."""
+_WHOLE_ROWS: Final = 16
+"""Chunks are multiples of this many examples, so that no row is padded (LANES of lanes.h is 8 or 16)."""
 _SIZES, _NUMBERS, _OPERANDS = 26, 6, 12
 
 INSTRUCTION: Final = np.dtype(
@@ -110,7 +110,7 @@ class Program:
     @property
     def chunk(self) -> int:
         """Examples of a batch that pass through the layers together, so that their features stay in a core's cache."""
-        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // LANES, 1) * LANES
+        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // _WHOLE_ROWS, 1) * _WHOLE_ROWS
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""

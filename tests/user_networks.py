@@ -150,3 +150,32 @@ class Backbone(nn.Module):
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(7)
     BACKBONE.update(Backbone(loads=False).state_dict())
+
+
+class Squeeze(nn.Module):
+    """A convolution over time whose channels are weighted by their means."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(inputs, outputs, 3, stride, 1)
+        self.norm, self.weights = nn.BatchNorm1d(outputs), nn.Linear(outputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(self.conv(x)))
+        return h * torch.sigmoid(self.weights(h.mean(2)))[:, :, None]
+
+
+class Sensors(nn.Module):
+    """Windows of several sensors [B, C, T] -> logits [B, 3]: features [B, C, T], then [B, T, D]."""
+
+    def __init__(self, sensors: int = 2) -> None:
+        super().__init__()
+        self.r0c0 = Squeeze(sensors, 4, 1)
+        self.r1c0 = nn.Conv1d(4, 4, 3, padding=1)
+        self.r0c1 = Squeeze(4, 8, 2)
+        self.tokens = nn.Linear(8, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c1(F.relu(self.r1c0(self.r0c0(x.flatten(2)))))
+        return self.head(torch.tanh(self.tokens(h.transpose(1, 2))).mean(1))

@@ -11,6 +11,7 @@ from esper.export.grown import Description, GrownSeed, plain
 from esper.export.network import GrownNetwork
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
+from user_networks import Sensors
 
 VECTORS = torch.linspace(-1.0, 1.0, 60).view(10, 6)
 TOKENS = (torch.arange(70) * 7 % 11).view(10, 7)
@@ -137,6 +138,7 @@ CASES = {
     "collision": (LayerScale, ["c", "d"], IMAGES, "conv_light"),
     "names": (Names, ["layer.1", "layer_1", "values", "keys", "grown"], VECTORS, "mlp_small"),
     "closure": (inner(8), ["a"], VECTORS, "norm"),
+    "convolutions over time": (partial(Sensors, 2), ["r0c0", "r0c1"], torch.randn(4, 2, 10), "lora"),
     "parametrization": (Normed, ["a"], VECTORS, "mlp"),
 }
 """Model, slots, inputs, and the blueprint that grew in every slot."""
@@ -151,7 +153,8 @@ def network_of(model, slots: list[str], x: Tensor, blueprint: str, **more: objec
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in (*found.module.parameters(), *found.module.buffers()):
-            tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+            if tensor.is_floating_point():
+                tensor += 0.3 * torch.randn(tensor.shape, generator=generator).abs()
     description = Description(
         task="toy", data={}, host=None, slots=tuple(slots), seeds=seeds, input_shape=tuple(x.shape[1:]),
         input_dtype=str(x.dtype).removeprefix("torch."), normalization=None, host_params=0, grown_params=0, flops=0,

@@ -18,7 +18,7 @@ from esper.kasmina.parameters.population import Population, host_kind
 from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HostFamily
-from user_networks import MLP, Encoder, ResNet8, Skip, Tagger, Tied
+from user_networks import MLP, Encoder, ResNet8, Sensors, Skip, Tagger, Tied
 
 CPU = torch.device("cpu")
 SLOTS = ("layer2", "stem", "layer1")
@@ -65,6 +65,43 @@ def test_the_probe_finds_sizes():
     assert [built.features(p) for p in spec.points()] == [(16, 6, 6), (8, 12, 12), (8, 12, 12)]
     assert built.largest_activation == 8 * 12 * 12
     assert spec.facts.outputs == (10,)
+
+
+def test_features_of_convolutions_over_time_are_transposed_for_seeds():
+    spec = ModuleHostSpec.of(Sensors, ["r0c0", "r1c0", "r0c1", "tokens"], normal(8, 2, 10))
+    assert spec.family is HostFamily.TRANSFORMER
+    found = [(p.slot_id, p.channels, p.transposed) for p in spec.points()]
+    assert found == [("r0c0", 4, True), ("r1c0", 4, True), ("r0c1", 8, True), ("tokens", 6, False)]
+    built, seen = host(spec), {}
+    assert [built.features(p) for p in spec.points()] == [(10, 4), (10, 4), (5, 8), (5, 6)]
+    x = normal(3, 2, 10)
+
+    def shifted(slot, h):  # by another number for each channel
+        seen[slot] = tuple(h.shape)
+        return h + torch.arange(h.shape[-1]) if slot == "r0c0" else h
+
+    found = built(x, shifted)
+    assert seen == {"r0c0": (3, 10, 4), "r1c0": (3, 10, 4), "r0c1": (3, 5, 8), "tokens": (3, 5, 6)}
+    network = built.network
+    network.r0c0.register_forward_hook(lambda layer, args, h: h + torch.arange(4)[:, None])
+    assert torch.equal(found, network(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "transposed"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(5, 5, 1), nn.ReLU()), True),
+        (lambda: nn.Sequential(nn.Conv1d(5, 7, 1), nn.BatchNorm1d(7), nn.AvgPool1d(2)), True),
+        (lambda: nn.Sequential(nn.Conv1d(5, 7, 1), nn.Flatten(2), nn.Linear(6, 6)), False),
+        (lambda: nn.Sequential(nn.Linear(6, 5), nn.GroupNorm(1, 5)), True),
+        (lambda: nn.LayerNorm(6), False),
+        (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), False),
+    ],
+)
+def test_the_last_layer_shows_where_the_channels_of_features_are(model, transposed):
+    network = nn.Sequential(model(), nn.Flatten(), nn.LazyLinear(2))
+    spec = ModuleHostSpec.of(lambda: copy.deepcopy(network), ["0"], normal(8, 5, 6))
+    assert [p.transposed for p in spec.points()] == [transposed]
 
 
 def test_sizes_do_not_depend_on_the_number_of_examples():

@@ -12,7 +12,7 @@ from esper.kasmina.hosts.host import Interface
 from esper.kasmina.hosts.places import host_of
 from esper.leyline.errors import ConfigError
 from esper.leyline.structure import Structure
-from user_networks import MLP, Encoder, ResNet8, Skip, Tied
+from user_networks import MLP, Encoder, ResNet8, Sensors, Skip, Tied
 
 
 def normal(*shape: int) -> Tensor:
@@ -171,6 +171,7 @@ def deep() -> nn.Module:
         (isotropic, IMAGES, ["2", "4", "6", "8"]),
         (dense, IMAGES, ["1"]),
         (lazy, IMAGES, ["2"]),
+        (Sensors, normal(8, 2, 9), ["r0c0", "r0c1"]),
         (UNet, IMAGES, ["inc", "down", "bottom", "up"]),
         (Skip, normal(8, 2, 5, 5), ["a"]),
         (Patches, IMAGES, ["blocks.0", "blocks.1"]),

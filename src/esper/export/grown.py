@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.layers import GateNetwork, Positions
 from esper.kasmina.blueprints.registry import AbstractBlueprint, blueprint_by_name
 from esper.kasmina.hosts.cnn import Block, CNNHost
-from esper.kasmina.hosts.host import Host
+from esper.kasmina.hosts.host import Host, InjectionPoint
 from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.hosts.transformer import Layer, TransformerHost
 from esper.kasmina.hosts.weights import Loaded
@@ -54,17 +54,29 @@ class GrownSeed(PlacedSeed):
 class Grown(nn.Module):
     """h + d for ADD, h (1 + tanh d) for MULTIPLY, h + gate(h) d for GATE, with d = seed(h).
 
-    A seed that was still being blended in changes h by `alpha` of that.
+    A seed that was still being blended in changes h by `alpha` of that. Features [B, D, T] are `transposed` for it.
     """
 
-    def __init__(self, seed: nn.Module, algorithm: str, gate: nn.Module | None = None, alpha: float = 1.0) -> None:
+    def __init__(
+        self,
+        seed: nn.Module,
+        algorithm: str,
+        gate: nn.Module | None = None,
+        alpha: float = 1.0,
+        transposed: bool = False,
+    ) -> None:
         super().__init__()
         self.seed, self.gate, self.algorithm, self.alpha = seed, gate, algorithm, alpha
+        self.transposed = transposed
 
     def forward(self, h: Tensor) -> Tensor:
         """Features after the slot, of the shape of the features before it; a vector is a sequence of one token."""
         if h.dim() == 2:
             return self.forward(h[:, None]).squeeze(1)
+        return self.grown(h.transpose(1, 2)).transpose(1, 2) if self.transposed else self.grown(h)
+
+    def grown(self, h: Tensor) -> Tensor:
+        """The same for features as the seed takes them."""
         change: Tensor = self.seed(h)
         if self.algorithm == "MULTIPLY":
             change = h * torch.tanh(change)
@@ -331,10 +343,10 @@ class Plain(NamedTuple):
     compiled: bool = False
 
 
-def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, int]:
-    """The blueprint of a seed, with PyTorch's own kernels, and the channels of its slot; raises RegistryError."""
-    channels = next(point.channels for point in host.enabled if point.slot_id == seed.slot)
-    return blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family), channels
+def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, InjectionPoint]:
+    """The blueprint of a seed, with PyTorch's own kernels, and its place; raises RegistryError."""
+    point = next(point for point in host.enabled if point.slot_id == seed.slot)
+    return blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family), point
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
@@ -349,11 +361,12 @@ def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
     _copy(host.network if isinstance(host, ModuleHost) else host, network)
     order, own, grown = host.execution_order().index, {}, {}
     for seed in sorted(seeds, key=lambda seed: order(seed.slot)):
-        blueprint, channels = blueprint_of(seed, host)
+        blueprint, point = blueprint_of(seed, host)
+        channels = point.channels
         gate = deterministic_build(partial(GateNetwork, channels, host.causal)) if seed.algorithm == "GATE" else None
         built_seed = deterministic_build(partial(blueprint.build, channels))
         path = path_of(seed.slot)
-        own[path], grown[path] = seed, Grown(built_seed, seed.algorithm, gate, seed.alpha)
+        own[path], grown[path] = seed, Grown(built_seed, seed.algorithm, gate, seed.alpha, point.transposed)
     return Plain(host, model, own, GrownModule(network, grown).eval(), compiled=built is not network)
 
 

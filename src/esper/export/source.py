@@ -395,15 +395,17 @@ def load_model(folder={path}(__file__).parent) -> {module}:
 
 def _seed(code: Code, grown: str, seed: GrownSeed, host: Host) -> str:
     """A call of `Grown`."""
-    blueprint, channels = blueprint_of(seed, host)
+    blueprint, point = blueprint_of(seed, host)
     if not isinstance(blueprint, FunctionBlueprint):
         raise UnwritableError(f"the blueprint {seed.blueprint!r} is not a function")
-    parts = [code.call(partial(blueprint.network, channels)), repr(seed.algorithm)]
+    parts = [code.call(partial(blueprint.network, point.channels)), repr(seed.algorithm)]
     if seed.algorithm == "GATE":
         causal = "" if host.causal else ", causal=False"
-        parts.append(f"{code.name(GateNetwork, GateNetwork.__name__)}({channels}{causal})")
+        parts.append(f"{code.name(GateNetwork, GateNetwork.__name__)}({point.channels}{causal})")
     if seed.alpha != 1.0:
         parts.append(f"alpha={seed.alpha!r}")
+    if point.transposed:
+        parts.append("transposed=True")
     return f"{grown}({', '.join(parts)})"
 
 

@@ -16,6 +16,7 @@ from sklearn.metrics import r2_score
 
 import tiny
 import tokens
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.objective import Scores
@@ -27,6 +28,7 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.network import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset
 from tokens import TokenHostSpec, token_seeds
+from user_networks import Sensors
 
 S = SeedStage
 
@@ -68,6 +70,20 @@ def regression() -> Dataset:
 @each_other
 def test_sequences_in_every_stage_and_blend_are_run_as_streamed(executor):
     compare(EXECUTORS[executor], in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
+
+
+@each_other
+def test_convolutions_over_time_are_run_as_streamed(executor):
+    images = dataset().train.x
+    spec = ModuleHostSpec.of(lambda: Sensors(1), SLOTS, images[:8])
+    host = spec.build(SLOTS, images[:1])
+
+    def grow(bench):
+        bench.grow("r0c0", "token_mlp", S.HOLDING, alpha=1.0, algorithm=Algorithm.GATE, hosts=[0, 2])
+        bench.grow("r0c1", "token_scale", S.TRAINING, hosts=[1, 2])
+        bench.grow("r1c0", "token_mlp", S.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[1])
+
+    compare(EXECUTORS[executor], grow, num_envs=3, host=host)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -27,12 +27,14 @@ class InjectionPoint:
     Attributes:
         slot_id: e.g. "r0c1". channels: C of features [C, H, W], D of [T, D].
         order: index among all points in action order. position: place in the forward pass, in [0, 1].
+        transposed: the network has the features [B, T, D] as [B, D, T], as `nn.Conv1d` does.
     """
 
     slot_id: str
     channels: int
     order: int
     position: float
+    transposed: bool = False
 
 
 def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) -> tuple[InjectionPoint, ...]:

@@ -6,6 +6,7 @@
 output of the submodule    features    family
 [B, C, H, W]               (C, H, W)   CNN
 [B, T, D]                  (T, D)      TRANSFORMER
+[B, C, T] of nn.Conv1d     (T, C)      TRANSFORMER: seeds get them as [B, T, C]
 [B, D]                     (1, D)      TRANSFORMER: a sequence of one token
 
 A batch is one tensor [B, ...] for executors, and so are the outputs. The network itself may take and return several:
@@ -228,6 +229,25 @@ def check_slot(slot: str, run: Pass, rows: int) -> Tensor:
         raise ConfigError(f"slot {slot!r} gives {list(h.shape)}: single values, which no seed can normalize; choose "
                           "a submodule with more channels.")  # fmt: skip
     return h
+
+
+_CHANNELS_FIRST = (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm)
+_CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
+
+
+def is_transposed(network: nn.Module, slot: str, run: Pass) -> bool:
+    """Whether the features of a slot are [B, C, T]: the last layer before they end has its channels there."""
+    end = next(i for i, call in enumerate(run.calls) if call.path == slot)
+    h = run.calls[end].output
+    if h.dim() != 3:
+        return False
+    for path, output, _, _ in run.calls[end::-1]:
+        layer = network.get_submodule(path)
+        if isinstance(output, Tensor) and output.dim() != 3:
+            continue
+        if isinstance(layer, (*_CHANNELS_FIRST, *_CHANNELS_LAST)):
+            return isinstance(layer, _CHANNELS_FIRST) and output.shape[1] == h.shape[1]
+    return False
 
 
 def is_edited(slot: str, run: Pass) -> bool:
@@ -532,9 +552,10 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Inter
     order = [call.path for call in run.calls]
     shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
     points = tuple(
-        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 else shape[-1],
-                       order=i, position=(order.index(slot) + 1) / len(order))
+        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 or transposed else shape[-1],
+                       order=i, position=(order.index(slot) + 1) / len(order), transposed=transposed)
         for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True))
+        for transposed in (is_transposed(network, slot, run),)
     )  # fmt: skip
     return ModuleFacts(
         family=_family(slots, shapes),
@@ -728,7 +749,7 @@ class ModuleHost(Host):
     def features(self, point: InjectionPoint) -> tuple[int, ...]:
         """(C, H, W), or (T, D) with T = 1 for a vector."""
         shape = self.spec.facts.shapes[point.order]
-        return (1, *shape) if len(shape) == 1 else shape
+        return (1, *shape) if len(shape) == 1 else shape[::-1] if point.transposed else shape
 
     def rebuild(self) -> "ModuleHost":
         """A host with a newly built network."""
@@ -755,7 +776,9 @@ class ModuleHost(Host):
         args, kwargs = arguments
         met: list[str] = []
         trains = torch.is_grad_enabled()
-        shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
+        # by the shapes of the probe, because torch.fx cannot trace a test of the features
+        vectors = {point.slot_id for point in self.enabled if len(self.spec.facts.shapes[point.order]) == 1}
+        transposed = {point.slot_id for point in self.enabled if point.transposed}
         edited = {point.slot_id for point in self.enabled if self.spec.facts.edited[point.order]}
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
@@ -763,8 +786,12 @@ class ModuleHost(Host):
             # a network may run what is frozen under no_grad, but seeds learn
             guarded = trains and not torch.is_grad_enabled()
             with torch.enable_grad() if guarded else nullcontext():
-                # by the shape of the probe, because torch.fx cannot trace a test of the features
-                out = apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
+                if slot_id in vectors:
+                    out = apply(slot_id, h[:, None]).squeeze(1)
+                elif slot_id in transposed:
+                    out = apply(slot_id, h.transpose(1, 2)).transpose(1, 2)
+                else:
+                    out = apply(slot_id, h)
                 # a seed needs what it got, so the layer that edits it gets a tensor of its own
                 return out.clone() if slot_id in edited and out is not h else out
 

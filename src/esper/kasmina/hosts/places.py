@@ -2,7 +2,7 @@
 
     features       proposed, in the order of the forward pass
     [B, C, H, W]   the end of each resolution; of one or two resolutions, several blocks of each, four in all
-    [B, T, D]      up to four blocks, or else as for vectors
+    [B, T, D]      up to four blocks, or else as for vectors; so for [B, C, T] of nn.Conv1d
     [B, D]         up to four blocks, or six hidden layers, each with what follows it (norm, activation, dropout)
 
 The kind of features is that of most layers. A place is the output of a module that is called once, in front of the
@@ -25,6 +25,7 @@ from esper.kasmina.hosts.module_host import (
     ModuleHostSpec,
     check_slot,
     disturb,
+    is_transposed,
     new_network,
     probe_inputs,
     replaced_outputs,
@@ -37,8 +38,6 @@ from esper.leyline.structure import flatten
 
 _MOST, _BLOCKS, _GUESSED = 6, 4, 3
 """Places in a network; blocks of one kind; layers where nothing is passed by everything."""
-_OTHER_AXES = (nn.Conv1d, nn.ConvTranspose1d, nn.Embedding)
-"""Layers that do not show which axes the features have that a seed can take."""
 
 
 def host_of(
@@ -160,9 +159,9 @@ class _Trace:
         found = [place for place in found if place.layer]
         found = [place for place in found if place.layer < len(layers)] or found  # not the output layer
         shown = [(modules[end], self._run.calls[end].output) for end in layers[:-1]]
-        axes = [h.dim() for of, h in shown if isinstance(h, Tensor) and not isinstance(of, _OTHER_AXES)]
+        axes = [h.dim() for of, h in shown if isinstance(h, Tensor) and not isinstance(of, nn.Embedding)]
         common = max({place.h.dim() for place in found}, key=lambda dim: (axes.count(dim), dim), default=0)
-        found = [place for place in found if place.h.dim() == common and _has_usual_axes(place.h, modules)]
+        found = [place for place in found if place.h.dim() == common and self._has_known_axes(place, modules)]
         whole = [place for place in found if type(place.module) is not nn.Sequential]
         whole = [place for place in whole if 2 * sum(map(_is_layer, place.module.modules())) < len(layers)]
         self._found = [place for place in found if not any(place.path.startswith(f"{of.path}.") for of in whole)]
@@ -173,7 +172,7 @@ class _Trace:
         if not found:
             raise ConfigError(f"no place where a seed may grow was found in {type(self._network).__name__}; name the "
                               "submodules at whose outputs seeds may grow with slots=. These are [B, C, H, W], "
-                              "[B, T, D] or [B, D].")  # fmt: skip
+                              "[B, T, D], [B, C, T] or [B, D].")  # fmt: skip
         if found[0].h.dim() < 4:
             chosen = self._several(found, _MOST)
         else:
@@ -219,6 +218,15 @@ class _Trace:
             run = run_once(self._network, self._x)
         return all(not torch.equal(call.output, last.h) for call in run.of(last.path))
 
+    def _has_known_axes(self, place: _Place, modules: Iterable[nn.Module]) -> bool:
+        """Whether the layers show which axis has the channels."""
+        h = place.h
+        convs = [of for of in modules if isinstance(of, nn.Conv2d if h.dim() == 4 else nn.Conv1d)]
+        if h.dim() == 4:
+            return h.shape[1] in {size for of in convs for size in (of.in_channels, of.out_channels)}
+        linear = {size for of in modules if isinstance(of, nn.Linear) for size in (of.in_features, of.out_features)}
+        return not convs or h.shape[-1] in linear or is_transposed(self._network, place.path, self._run)
+
     def _can_hold_a_seed(self, path: str) -> bool:
         try:
             check_slot(path, self._run, len(self._x))
@@ -230,15 +238,6 @@ class _Trace:
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module has a matrix of weights itself."""
     return hasattr(module, "parametrizations") or any(p.dim() > 1 for p in module.parameters(recurse=False))
-
-
-def _has_usual_axes(h: Tensor, modules: Iterable[nn.Module]) -> bool:
-    """Whether features have the channels first in an image, and last in a sequence, as far as the layers show."""
-    convs = [of for of in modules if isinstance(of, nn.Conv2d if h.dim() == 4 else nn.Conv1d)]
-    if h.dim() == 4:
-        return h.shape[1] in {size for of in convs for size in (of.in_channels, of.out_channels)}
-    linear = {size for of in modules if isinstance(of, nn.Linear) for size in (of.in_features, of.out_features)}
-    return not convs or h.shape[-1] in linear
 
 
 def _blocks(found: Iterable[_Place]) -> list[list[_Place]]:

@@ -237,8 +237,11 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
     def build() -> nn.Module:
         return GateNetwork(channels, causal)
 
-    template = Template(deterministic_build(build).to(device))
-    return Kind("gate", template, build, GateNetwork, *_start(build_twice(build), {}, device))
+    def find() -> Kind:
+        template = Template(deterministic_build(build).to(device))
+        return Kind("gate", template, build, GateNetwork, *_start(build_twice(build), {}, device))
+
+    return once(GateNetwork, (channels,), f"gates {causal} {device}", find)
 
 
 def seed_kind(
@@ -255,15 +258,15 @@ def seed_kind(
     def build() -> nn.Module:
         return prepared(blueprint.build(channels))
 
-    def find() -> tuple[InitTable, Tensor, bool, bool]:
+    def find() -> Kind:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
-        return *_start(builds, blueprint.init, torch.device("cpu")), _check_seed(blueprint.name, build, features, rows)
+        start = _start(builds, blueprint.init, device)
+        global_rng = _check_seed(blueprint.name, build, features, rows)
+        template = Template(deterministic_build(build).to(device), global_rng=global_rng)
+        return Kind(blueprint.name, template, build, blueprint, *start)
 
-    table, buffers, rebuilt, global_rng = once(blueprint, features, f"start {rows}", find)
-    template = Template(deterministic_build(build).to(device), global_rng=global_rng)
-    table = tree_map(lambda x: x.to(device), table)
-    return Kind(blueprint.name, template, build, blueprint, table, buffers.to(device), rebuilt)
+    return once(blueprint, features, f"seeds {channels} {rows} {device}", find)
 
 
 def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:

@@ -74,7 +74,7 @@ test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype $(SHAPES) $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 $(ARGS)
+	$(PYTEST) -m slow -n 2 --dist loadgroup $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)

@@ -90,7 +90,7 @@ def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_ten_lines_run_as_they_stand(tmp_path, monkeypatch):
-    check_ten_lines(TEN_LINES.replace("minutes=10", "minutes=0.5"), 30, tmp_path, monkeypatch)
+    check_ten_lines(TEN_LINES.replace("minutes=10", "minutes=0.2"), 30, tmp_path, monkeypatch)
 
 
 def test_the_blueprint_can_be_chosen():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("null")]  # one process learns for all of them
 SCRIPT = Path(__file__).parents[2] / "scripts" / "learning_curve.py"
 ROUNDS, HOSTS = 40, 64
 
@@ -28,7 +29,6 @@ def gap_closed(run, objective) -> float:
     return (objective - run["idle"]) / (run["best"] - run["idle"])
 
 
-@pytest.mark.slow
 def test_it_closes_the_gap_between_waiting_and_the_best_schedule(learned):
     last = learned["curve"][-1]
     assert last["episodes"] == ROUNDS * HOSTS
@@ -36,14 +36,12 @@ def test_it_closes_the_gap_between_waiting_and_the_best_schedule(learned):
     assert last["seconds"] < 180
 
 
-@pytest.mark.slow
 def test_it_beats_random_operations_and_what_it_was_before(learned):
     gap = learned["best"] - learned["idle"]
     assert learned["gain_on_random"]["low"] >= 0.5 * gap
     assert learned["curve"][-1]["learned"]["low"] > learned["untrained"]["high"] + 0.3 * gap
 
 
-@pytest.mark.slow
 def test_what_it_gained_was_learned_from_the_rollouts(learned):
     # the gap is not closed from the start, and not by the first rounds either
     assert gap_closed(learned, learned["untrained"]["mean"]) < 0.3
@@ -51,7 +49,6 @@ def test_what_it_gained_was_learned_from_the_rollouts(learned):
     assert learned["curve"][0]["learned"]["mean"] < learned["curve"][-1]["learned"]["mean"]
 
 
-@pytest.mark.slow
 def test_the_controllers_that_it_is_compared_with_know_more_from_one_to_the_next(tmp_path):
     # where hosts differ, a constant schedule is better than none, exploration than that, and hindsight best
     report = tmp_path / "curve.json"

@@ -82,8 +82,7 @@ def words(
     """Four 32-bit words per draw, int64 `[..., 4]`; all arguments broadcast against `host` (int64)."""
     zero = torch.zeros_like(host)  # adding to a tensor avoids copies of plain numbers to the device
     parts = (zero + block, zero + (stream * 256 + slot), zero + (episode * 4096 + t), host)
-    shape = torch.broadcast_shapes(*(part.shape for part in parts))
-    counter = torch.stack([part.expand(shape) for part in parts], dim=-1)
+    counter = torch.stack(torch.broadcast_tensors(*parts), dim=-1)  # `broadcast_shapes` would import sympy
     return philox(counter, (run_seed & _MASK, (run_seed >> 32) & _MASK))
 
 

@@ -310,9 +310,8 @@ def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> No
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear layer of zeros; the constructor of `nn.Linear` would draw from the global generator."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    layer = nn.Linear(inputs, outputs, device="meta")
+    layer.weight, layer.bias = nn.Parameter(torch.zeros(outputs, inputs)), nn.Parameter(torch.zeros(outputs))
     return layer
 
 

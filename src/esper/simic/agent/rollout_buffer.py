@@ -103,7 +103,7 @@ class TamiyoRolloutBuffer:
         self.gamma, self.gae_lambda = gamma, gae_lambda
         row = vars(blank(Transition, {"*R": num_envs, "D": feature_dim, "S": num_slots}, torch.device(device)))
         fields = {name: x.new_empty((num_envs, max_steps, *x.shape[1:])) for name, x in row.items()}
-        fields |= {name: torch.empty_like(fields["values"]) for name in ("advantages", "returns")}
+        fields |= {name: fields["values"].new_empty((num_envs, max_steps)) for name in ("advantages", "returns")}
         zeros = torch.zeros(num_layers, num_envs, hidden_dim, device=device)
         self.rollout = SequenceBatch(hidden0=Hidden(h=zeros, c=zeros.clone()), **fields)
         self._neutral = {name: x.new_zeros(()) for name, x in row.items()}

@@ -160,7 +160,8 @@ def test_ctrl_c_stops_all_ranks_in_one_step_and_another_number_of_ranks_continue
     done = esper("train", "--resume", str(run), "--trust", "--ranks", "3")
     assert done.returncode == 0, done.stderr
     assert f"continuing after 0 rounds and {int(checkpoint.stem[-4:])} steps" in done.stdout
-    here(*("train", *slow_run(tmp_path, pause=0.0))[:-1], str(tmp_path / "alone"))
+    alone = esper(*("train", *slow_run(tmp_path, pause=0.0))[:-1], str(tmp_path / "alone"))
+    assert alone.returncode == 0, alone.stderr
     assert result(run) == result(tmp_path / "alone")
 
 
@@ -172,7 +173,8 @@ def test_torchrun_starts_the_ranks_again_after_one_was_killed_and_the_run_contin
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert (tmp_path / "killed").exists()
-    here(*("train", *plugin)[:-1], str(tmp_path / "alone"))
+    alone = esper(*("train", *plugin)[:-1], str(tmp_path / "alone"))
+    assert alone.returncode == 0, alone.stderr
     assert result(tmp_path / "run") == result(tmp_path / "alone")
 
 

@@ -179,3 +179,18 @@ class Sensors(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.r0c1(F.relu(self.r1c0(self.r0c0(x.flatten(2)))))
         return self.head(torch.tanh(self.tokens(h.transpose(1, 2))).mean(1))
+
+
+class Padded(nn.Module):
+    """Tokens [B, T], of which 0 is padding -> logits [B, 2], by an encoder that PyTorch runs on nested tensors."""
+
+    def __init__(self, *, pools_padding: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 2)
+        self.pools_padding = pools_padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(self.embed(x), src_key_padding_mask=x == 0)
+        return self.head(h.mean(1) if self.pools_padding else h[:, 0])

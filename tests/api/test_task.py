@@ -68,6 +68,40 @@ def test_a_loss_of_the_users_is_measured_against_that_of_a_new_network():
     assert objective.unit == "loss reduction"
 
 
+@pytest.mark.parametrize(
+    ("loss", "y"),
+    [
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0])), torch.eye(2).repeat(20, 1)),
+        (nn.L1Loss(), torch.arange(80.0).view(40, 2)),
+        (nn.HuberLoss(), torch.arange(80.0).view(40, 2)),
+        (nn.MultiMarginLoss(weight=torch.tensor([1.0, 3.0])), torch.arange(40) % 2),
+        (nn.SmoothL1Loss(beta=2.0), torch.arange(80.0).view(40, 2)),
+        (nn.CrossEntropyLoss(), torch.full((40, 2), 0.5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_loss_of_torch_is_what_its_mean_is_made_of(loss, y):
+    x, _ = points()
+    objective, outputs = vectors(train=(x, y), loss=loss).spec.objective, torch.randn(40, 2)
+    losses = objective.scores(outputs, y).loss
+    assert losses.shape == (40,)
+    assert float(losses.mean()) == pytest.approx(float(loss(outputs, y)), rel=1e-5)
+    assert loss.reduction == "mean"
+
+
+def test_the_usual_losses_of_torch_are_those_that_targets_have_without_them():
+    assert own_task(loss=nn.CrossEntropyLoss(label_smoothing=0.1)).spec.objective == (
+        own_task(label_smoothing=0.1).spec.objective
+    )
+    x, y = points()
+    assert vectors(train=(x, y), loss=nn.MSELoss()).spec.objective == vectors(train=(x, y)).spec.objective
+
+
+def test_a_class_may_have_an_axis_of_its_own():
+    task, want = own_task(train=(X, Y[:, None]), val=None, test=None), own_task(train=(X, Y), val=None, test=None)
+    assert torch.equal(task.spec.load(None, 0).train.y, want.spec.load(None, 0).train.y)
+
+
 def test_a_metric_gives_points_beside_its_own_loss_or_that_of_the_targets():
     def twice(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return 200.0 * (out.argmax(dim=1) == y)
@@ -340,6 +374,12 @@ WRONG = [
     ({"loss": lambda out, y: -out.exp().sum(dim=1)}, "it must be finite and above 0: give blind_loss"),
     ({"metric": lambda out, y: out}, "the metric gives a result of shape (4, 3)"),
     ({"loss": lambda out, y: out[:, 9]}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64"),
+    (
+        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
+        "CrossEntropyLoss with weight= divides by what a whole batch counts, so that the loss of one example depends on",
+    ),
+    ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, "CrossEntropyLoss with ignore_index= divides by what a whole batch"),
+    ({"loss": nn.BCEWithLogitsLoss()}, "; integers stay integers: give y.float() if it takes floats"),
     ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
     (
         {"model": Normed, "batch": 1},

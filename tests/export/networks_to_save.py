@@ -11,7 +11,7 @@ from esper.export.grown import Description, GrownSeed, plain
 from esper.export.network import GrownNetwork
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from user_networks import Sensors
+from user_networks import Padded, Sensors
 
 VECTORS = torch.linspace(-1.0, 1.0, 60).view(10, 6)
 TOKENS = (torch.arange(70) * 7 % 11).view(10, 7)
@@ -139,6 +139,7 @@ CASES = {
     "names": (Names, ["layer.1", "layer_1", "values", "keys", "grown"], VECTORS, "mlp_small"),
     "closure": (inner(8), ["a"], VECTORS, "norm"),
     "convolutions over time": (partial(Sensors, 2), ["r0c0", "r0c1"], torch.randn(4, 2, 10), "lora"),
+    "padding": (Padded, ["encoder.layers.0"], TOKENS, "norm"),
     "parametrization": (Normed, ["a"], VECTORS, "mlp"),
 }
 """Model, slots, inputs, and the blueprint that grew in every slot."""

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import warnings
 
 import cloudpickle
 import pytest
@@ -18,7 +19,7 @@ from esper.kasmina.parameters.population import Population, host_kind
 from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HostFamily
-from user_networks import MLP, Encoder, ResNet8, Sensors, Skip, Tagger, Tied
+from user_networks import MLP, Encoder, Padded, ResNet8, Sensors, Skip, Tagger, Tied
 
 CPU = torch.device("cpu")
 SLOTS = ("layer2", "stem", "layer1")
@@ -102,6 +103,26 @@ def test_the_last_layer_shows_where_the_channels_of_features_are(model, transpos
     network = nn.Sequential(model(), nn.Flatten(), nn.LazyLinear(2))
     spec = ModuleHostSpec.of(lambda: copy.deepcopy(network), ["0"], normal(8, 5, 6))
     assert [p.transposed for p in spec.points()] == [transposed]
+
+
+PADDING = TOKENS.clamp(min=1) * (torch.arange(7) < torch.tensor([7, 3, 5, 2, 7, 4, 6, 1])[:, None])
+
+
+def test_an_encoder_with_padding_runs_without_nested_tensors():
+    spec = ModuleHostSpec.of(Padded, ["encoder.layers.0", "encoder"], PADDING)
+    assert [p.channels for p in spec.points()] == [8, 8]
+    with torch.no_grad():
+        found = host(spec)(PADDING, lambda slot, h: h)
+        want = deterministic_build(Padded).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of nested tensors
+            torch.testing.assert_close(found, want(PADDING))
+
+
+def test_an_encoder_whose_padding_counts_is_another_one_in_evaluation_and_refused():
+    with pytest.raises(ConfigError, match="sets what is masked as padding to 0, in training it does not, and outputs"):
+        ModuleHostSpec.of(functools.partial(Padded, pools_padding=True), ["encoder"], PADDING)
+    ModuleHostSpec.of(functools.partial(Padded, pools_padding=True), ["encoder"], PADDING.clamp(min=1))
 
 
 def test_sizes_do_not_depend_on_the_number_of_examples():

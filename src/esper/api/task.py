@@ -41,6 +41,7 @@ from esper.tasks.losses import (
     PerExample,
     WithMetric,
     per_example,
+    without_mean,
 )
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.choice import training_bounds
@@ -226,6 +227,11 @@ class Task:
                 if ends := _extremes(of):
                     _outputs(network, part, inputs_of(prepare, of.x[ends]), batch)
             structures = _structure_of_outputs(network, sample[:2]), first.y_structure
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise ConfigError(
+                f"the loss {type(loss).__name__} has parameters of its own, which would not be trained; let the network "
+                "have them and return them beside its outputs, or freeze them with requires_grad_(False)."
+            )
         if structures != (None, None):
             if loss is None:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
@@ -357,6 +363,9 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
     """
     targets = {part: of.y if of.y.is_floating_point() else of.y.long() for part, of in given.items()}
     y = targets["train"]
+    if classes and not y.is_floating_point() and y.shape[1:] == (1,) and len(outputs) == 1:  # one class, with an axis
+        targets = {part: of[:, 0] for part, of in targets.items()}
+        y = targets["train"]
     if y.is_floating_point() and y.dim() == 1 and outputs == (1,):  # one number, with and without an axis
         targets = {part: of[:, None] for part, of in targets.items()}
         y = targets["train"]
@@ -436,6 +445,8 @@ def _objective(
     label_smoothing: float,
 ) -> Objective:
     """The objective of outputs [n, ...] of a new network and targets [N >= n, ...]."""
+    if _is_usual(loss, outputs, y) and blind_loss is None and (unit is None or metric is not None):
+        loss, label_smoothing = None, label_smoothing or getattr(loss, "label_smoothing", 0.0)
     if loss is None:
         if blind_loss is not None or (unit is not None and metric is None):
             raise ConfigError("blind_loss needs a loss, and unit a loss or a metric; give it, or leave them out.")
@@ -447,7 +458,7 @@ def _objective(
         return objective if metric is None else WithMetric(objective=objective, metric=metric, unit=unit or "score")
     if label_smoothing:
         raise ConfigError("label_smoothing and a loss of your own are given; smooth inside the loss, or leave one out.")
-    targets = y[: len(outputs)].clone()
+    loss, targets = without_mean(loss, y), y[: len(outputs)].clone()
     losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
     if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ConfigError(
@@ -456,6 +467,14 @@ def _objective(
     default = "loss reduction" if metric is None else "score"
     blind = float(losses.mean()) if blind_loss is None else blind_loss
     return Custom(loss=loss, metric=metric, blind_loss=blind, unit=unit or default)
+
+
+def _is_usual(loss: PerExample | None, outputs: Tensor, y: Tensor) -> bool:
+    """Whether a loss of `torch.nn` is the one that these targets have without it."""
+    if type(loss) is nn.CrossEntropyLoss:
+        plain = loss.weight is None and not (y == loss.ignore_index).any()
+        return loss.reduction == "mean" and plain and not y.is_floating_point() and (y.dim(), outputs.dim()) == (1, 2)
+    return type(loss) is nn.MSELoss and loss.reduction == "mean" and y.is_floating_point()
 
 
 def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
@@ -474,8 +493,13 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
         return Classification(outputs[0])
     elif len(shape) == 1 and len(outputs) == 2 and outputs[0] == shape[0]:
         return NextToken(outputs[1])
+    out = ""
+    if shape == () and outputs == (1,):
+        out = "two outputs for two classes, or floats [n, 1] and loss=nn.BCEWithLogitsLoss(); or "
+    elif len(outputs) > 2 and shape == outputs[1:]:
+        out = "loss=nn.CrossEntropyLoss() and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
     raise ConfigError(
         f"targets {list(shape)} of {y.dtype} for each example do not fit the outputs {list(outputs)} of the network; "
-        "give classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the shape of "
+        f"give {out}classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the shape of "
         "the outputs, or a loss."
     )

@@ -92,6 +92,9 @@ class GrownModule(nn.Module):
         super().__init__()
         self.network = network
         self.grown = nn.ModuleDict({slot_key(path): seed for path, seed in grown.items()})
+        for layer in network.modules():
+            if isinstance(layer, nn.TransformerEncoder):
+                layer.use_nested_tensor = False  # hooks get no nested tensors
         for path, seed in grown.items():
             network.get_submodule(path).register_forward_hook(partial(grow, seed))
 

@@ -45,7 +45,7 @@ from esper.export.grown import (
 )
 from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
-from esper.kasmina.parameters.flops import flops
+from esper.kasmina.parameters.flops import flops_of_example
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, nearest, option, refusing
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
@@ -295,10 +295,15 @@ class GrownNetwork:
                 "is not saved; lower the learning rate, or look for a division by 0 or a logarithm of it."
             )
         seeds = _seeds_of(spec, stats, host, BLENDED if live else {SeedStage.FOSSILIZED})
-        example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
+        inputs = dataset.sample()
+        example = inputs[:1]
         plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, seeds)
         host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
-        args, kwargs = plain_.host.arguments(example)
+
+        def run(x: Tensor) -> object:
+            args, kwargs = plain_.host.arguments(x)
+            return plain_.module(*args, **kwargs)
+
         tokenizer, content = _tokenizer(dataset)
         description = Description(
             task=task.name,
@@ -311,7 +316,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops(lambda: plain_.module(*args, **kwargs)),
+            flops=flops_of_example(run, inputs),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,

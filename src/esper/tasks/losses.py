@@ -5,6 +5,7 @@ not correct, whatever its index, and its error, loss and points are NaN. One out
 allowed: it is the logit of a class that is ruled out.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.objective import Objective, Scores
@@ -246,6 +247,43 @@ class OfStructures:
         return self.function(*(x if structure is None else structure.unpack(x) for structure, x in pairs))
 
 
+@final
+@dataclass(frozen=True)
+class OfEachExample:
+    """A loss of `torch.nn` without its mean over the batch."""
+
+    loss: nn.Module
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One number per example [B]."""
+        losses: Tensor = self.loss(outputs, targets)
+        return losses.reshape(len(outputs), -1).mean(dim=1)
+
+
+def without_mean(loss: PerExample, targets: Tensor) -> PerExample:
+    """A loss of `torch.nn` that gives the mean of a batch as one of each example; any other as it is.
+
+    Raises:
+        ConfigError: its mean counts some examples more than others.
+    """
+    if type(loss).__module__ != nn.MSELoss.__module__ or getattr(loss, "reduction", None) != "mean":
+        return loss
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        name = type(loss).__name__
+        found = "weight" if loss.weight is not None else "ignore_index" if (targets == loss.ignore_index).any() else ""
+        if found:
+            raise ConfigError(
+                f"{name} with {found}= divides by what a whole batch counts, so that the loss of one example depends "
+                "on the others; divide by the number of examples: loss=lambda o, y: "
+                f"{name.lower().removesuffix('loss')}(o, y).reshape(len(o), -1).mean(dim=1), where "
+                f"{name.lower().removesuffix('loss')} = nn.{name}(..., reduction='none')."
+            )
+    alone = copy.copy(loss)
+    alone.reduction = "none"  # type: ignore[attr-defined]
+    assert isinstance(alone, nn.Module)
+    return OfEachExample(alone)
+
+
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
     """What a loss or metric gives, float32 [R], NaN where the outputs are not finite.
 
@@ -257,7 +295,8 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
         found = function(outputs, targets)
     except Exception as error:  # any error of the user's code
         where = _words(function, outputs, targets)
-        raise ConfigError(f"the {name} fails on {where}: {in_words(error)}") from error
+        out = "" if targets.is_floating_point() else "; integers stay integers: give y.float() if it takes floats"
+        raise ConfigError(f"the {name} fails on {where}: {in_words(error)}{out}") from error
     if (outputs._version, targets._version) != versions:
         raise ConfigError(
             f"the {name} edits its {'targets' if outputs._version == versions[0] else 'outputs'} in place, which are "

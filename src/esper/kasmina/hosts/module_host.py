@@ -22,6 +22,7 @@ So a saved network is `run` with the arguments as they come; it knows no packed 
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -496,6 +497,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         return interface.attach(deterministic_build(lambda: new_network(model, example)))
 
     network, again = built(None), built(None)
+    _check_padding(deterministic_build(model), network, x, interface)
     if built_by_pass := _is_built_by_pass(network, again, x):
         network, again = built(first), built(first)
         check_weights(network, again)
@@ -515,6 +517,22 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         edited=tuple(of or is_edited(slot, run) for of, slot in zip(facts.edited, slots, strict=True)),
         global_rng=facts.global_rng or run.draws,
     )
+
+
+@torch.no_grad()
+def _check_padding(plain: nn.Module, network: nn.Module, x: Tensor, interface: Interface) -> None:
+    """The outputs are those of the plain network, whose nested tensors lose what is masked as padding."""
+    if not any(getattr(layer, "use_nested_tensor", False) for layer in plain.modules()):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are a prototype
+        outputs = interface.attach(plain.eval())(x)
+    if not near(outputs, run_once(network.eval(), x).output):
+        raise ConfigError(
+            f"in evaluation nn.TransformerEncoder sets what is masked as padding to 0, in training it does not, and "
+            f"outputs of {type(plain).__name__} depend on it; pool over other tokens alone, or build it with "
+            "enable_nested_tensor=False."
+        )
 
 
 def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:

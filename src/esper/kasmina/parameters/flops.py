@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +24,14 @@ def flops(forward: Callable[[], object]) -> int:
     with counter, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         forward()
     return int(counter.get_total_flops())
+
+
+def flops_of_example(run: Callable[[Tensor], object], x: Tensor) -> int:
+    """Those of one example of x [B, ...]: their mean, where they depend on the example, as by its length."""
+    first = flops(lambda: run(x[:1]))
+    if flops(lambda: run(x)) == len(x) * first:
+        return first
+    return round(sum(flops(lambda one=one: run(one)) for one in x.split(1)) / len(x))  # type: ignore[misc]
 
 
 def _flops_of_lstm(

@@ -25,7 +25,7 @@ from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
-from esper.kasmina.parameters.flops import flops
+from esper.kasmina.parameters.flops import flops, flops_of_example
 from esper.kasmina.parameters.initialization import (
     Builds,
     InitTable,
@@ -147,7 +147,7 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
 def prepared(module: nn.Module) -> nn.Module:
     """A new module as hosts and seeds run it.
 
-    Its dropout is keyed; `torch.compile` is undone, in it as well; and weights that were computed from others already,
+    Its dropout is keyed; `torch.compile` is undone, in it as well; no nested tensors run through it; and weights that were computed from others already,
     as `nn.utils.weight_norm` does before every pass, have no gradient history, so that it can be copied.
 
     Raises:
@@ -159,6 +159,8 @@ def prepared(module: nn.Module) -> nn.Module:
             raise ConfigError(f"{layer.original_name} was compiled by torch.jit, so it cannot run on the weights of "
                               "another host; build it without torch.jit.script.")  # fmt: skip
         layer.__dict__.pop("_compiled_call_impl", None)
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
         for name, child in layer._modules.items():
             if child is not None and "_orig_mod" in child._modules:
                 layer._modules[name] = child._modules["_orig_mod"]
@@ -512,8 +514,8 @@ class Population:
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
         return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
-    def costs(self, example: Tensor) -> SeedCosts:
-        """What seeds and gates cost by slot, and which may be chosen; `example` [1, ...] is an input of the host."""
+    def costs(self, inputs: Tensor) -> SeedCosts:
+        """What seeds and gates cost by slot, and which may be chosen; `inputs` [B, ...] are some of the host's."""
         num = registry.num_blueprints()
         params, flops_ = (torch.zeros(self.num_slots, num, dtype=torch.int64) for _ in range(2))
         selectable = torch.zeros(num, dtype=torch.bool)
@@ -530,12 +532,16 @@ class Population:
             _flops_of(kind, self._shapes[point.slot_id]) for kind, point in zip(gates, self.points, strict=True)
         ]
         host = deterministic_build(self.host_kind.build).eval()
+        of_host = once(
+            getattr(self.host_module, "spec", self.host_module), tuple(inputs.shape), "flops",
+            lambda: flops_of_example(lambda x: _run_once(host, x, lambda slot_id, h: h), inputs),
+        )  # fmt: skip
         costs = SeedCosts(
             seed_params=params,
             gate_params=torch.tensor([num_gate_params(point.channels) for point in self.points]),
             seed_flops=flops_,
             gate_flops=torch.tensor(of_gates),
-            host_flops=torch.tensor(flops(lambda: _run_once(host, example, lambda slot_id, h: h))),
+            host_flops=torch.tensor(of_host),
             selectable=selectable,
             kinds=kinds,
         )

@@ -217,6 +217,12 @@ class Dataset:
         """Inputs of a host for some stored examples, which stay as they are: `inputs` may edit what it gets."""
         return inputs_of(self.inputs, x)
 
+    def sample(self, count: int = 8) -> Tensor:
+        """Inputs of a host [count, ...] from all over the training examples, on the CPU."""
+        split = self.split("train")
+        rows = (2 * torch.arange(count, device=split.x.device) + 1) * len(split) // (2 * count)
+        return self.as_inputs(split.x[rows]).to("cpu")
+
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))

@@ -350,7 +350,7 @@ class NetworkExecutor(ABC):
     @cached_property
     def costs(self) -> SeedCosts:
         """Of seeds and gates; counted when they are asked for."""
-        return self.population.costs(examples(self.data.dataset, 1)[0])
+        return self.population.costs(self.data.dataset.sample())
 
     def working_bytes(self) -> int:
         """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""

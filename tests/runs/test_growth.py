@@ -582,6 +582,19 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
     assert "In all 25 FLOPs and 1:01." in str(board)
 
 
+def test_what_is_kept_has_one_figure_in_the_whole_table():
+    entries = tuple(entry(*of) for of in ((81.0, 100), (82.0, 300), (80.0, 90)))
+    entries[0].val, entries[0].loss = [83.0, 81.0], [1.0, 1.0]  # the first step is kept
+    board = Leaderboard(
+        entries=entries, chosen=0, steps=1, test=84.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
+    )
+    assert [board.points(i) for i in range(3)] == [83.0, 82.0, 80.0]
+    assert board.pareto == (0, 2)
+    assert "\nKept is step 1 of 2, where the last one has 81.00.\n" in str(board)
+    # a step of the first costs 5 / 2
+    assert [kept for _, _, _, kept in board.courses] == [(2.5, 83.0), None, None]
+
+
 def test_a_long_leaderboard_shows_the_best_the_kept_and_those_of_the_pareto_set():
     entries = tuple(entry(90.0 - i, 300 if i < 19 else 100, f"norm{i}") for i in range(20))
     board = Leaderboard(

@@ -65,7 +65,7 @@ class Written:
                 }
                 digests = run.write_parts([Rows("steps", columns, {"op": ["WAIT"]})], number, 1)
                 run.write_metrics(line | {"record": digests})
-            run.write_events(self.episodes)
+            run.write_events([{"kind": "run_started"}, *self.episodes])
         with open_record([self.path]) as record:
             rows = record.query("SELECT * FROM anomalies")
             assert all(row["message"] and row["advice"] for row in rows)

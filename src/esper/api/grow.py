@@ -294,8 +294,8 @@ def grow(
         method: one of those above; or a controller: a run (from `esper.train`, or its directory), the name of a
             baseline or registered policy, a schedule, or a function of the `EngineSpec` that gives a script or policy.
         budget: limits, which are never exceeded; for controllers that of parameters alone.
-        keep: the network of the "last" step, or of the "best" one by its points on the validation examples; the last
-            for controllers.
+        keep: the network of the "last" step of a stage, the best of them, or of the "best" step by its points on the
+            validation examples; the last step for controllers.
         beside: other methods that spend as many FLOPs afterwards, such as "plain", so that there is something to
             compare with.
         best_of: networks that a controller grows in parallel; the best is measured on the test examples, once.

@@ -37,7 +37,7 @@ class Grow:
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "last"
-    """The network of the last step, or of the best one by its validation score. (last)"""
+    """The network of the last step of a stage, or of the best step, by their validation scores. (last)"""
     beside: Annotated[
         tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
         placeholder("NAME"),

@@ -183,7 +183,7 @@ class Leaderboard:
     """All candidates of a growth, the best first; prints as a table.
 
     Attributes:
-        entries: by the figure of merit of their last step.
+        entries: by their `points`.
         chosen: place of the one that is kept, as it was after `steps` of its steps. test: its figure of merit on the
             test examples. unit: of both.
         spent: FLOPs of all together. seconds: likewise.
@@ -206,23 +206,27 @@ class Leaderboard:
 
     @property
     def pareto(self) -> tuple[int, ...]:
-        """Places of the entries than which no other has fewer parameters and a higher figure of merit."""
+        """Places of the entries than which no other has fewer parameters and more points."""
         found, best = [], -math.inf
-        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.entries[i].score)):
-            if self.entries[i].score > best:
+        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.points(i))):
+            if self.points(i) > best:
                 found.append(i)
-                best = self.entries[i].score
+                best = self.points(i)
         return tuple(sorted(found))
 
+    def points(self, place: int) -> float:
+        """Figure of merit of an entry: of the network that is kept, or of the last step."""
+        return self.val if place == self.chosen else self.entries[place].score
+
     @property
-    def courses(self) -> list[tuple[str, list[float], list[float], float | None]]:
-        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, those kept."""
+    def courses(self) -> list[tuple[str, list[float], list[float], tuple[float, float] | None]]:
+        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, what is kept."""
         return [
             (
                 str(entry.candidate),
                 [entry.of_step * (i + 1 + entry.born) for i in range(len(entry.val) - entry.born)],
                 entry.val[entry.born :],
-                self.val if i == self.chosen else None,
+                (entry.of_step * self.steps, self.val) if i == self.chosen else None,
             )
             for i, entry in enumerate(self.entries)
         ]
@@ -232,23 +236,24 @@ class Leaderboard:
         shown = [i for i in range(len(self.entries)) if i < _SHOWN or i == self.chosen or i in self.pareto]
         for i in shown:
             entry = self.entries[i]
-            steps, val, test = len(entry.val), entry.score, None
-            if i == self.chosen:
-                steps, val, test = self.steps, self.val, self.test
+            steps, test = (self.steps, self.test) if i == self.chosen else (len(entry.val), None)
             page.add_row(
                 str(entry.candidate),
                 str(steps),
-                f"{val:.2f}",
+                f"{self.points(i):.2f}",
                 "" if test is None else f"{test:.2f}",
                 f"{entry.params:,}",
                 *(short(value) for value in (entry.flops, entry.spent)),
                 "*" * (i in self.pareto),
             )
         more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
+        kept = self.entries[self.chosen]
+        if self.steps < len(kept.val):
+            more += f"Kept is step {self.steps} of {len(kept.val)}, where the last one has {kept.score:.2f}.\n"
         return (
             f"{tables.text(lambda console: console.print(page))}\n{more}"
-            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate; *: none has fewer parameters "
-            "and more points.\n"
+            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none has "
+            "fewer parameters and more points.\n"
             f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
         )
 
@@ -936,7 +941,8 @@ class Growth:
 
     def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
         """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""
-        order = sorted(range(len(self.entries)), key=lambda i: -self.entries[i].score)
+        kept = self.entries[entry].val[steps - 1]
+        order = sorted(range(len(self.entries)), key=lambda i: (-kept, 0) if i == entry else (-self.entries[i].score, 1))
         return Leaderboard(
             entries=tuple(self.entries[i] for i in order),
             chosen=order.index(entry),
@@ -960,7 +966,8 @@ class Growth:
         given, halved = self._config.batch_train, ""
         if self.batch < given:
             halved = f", batches of {self.batch} instead of {given} examples, because the budget holds few"
-        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}{halved}"
+        planned_again = ", planned again as the steps take their time" if self.budget.minutes else ""
+        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}{halved}{planned_again}"
 
     @property
     def place(self) -> str:

@@ -15,7 +15,7 @@ from esper.runs.records import Records
 from esper.telemetry.record.reader import COUNTED, Record, damage_said, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
-from esper.telemetry.run_directory import COMPARISON, RECORD
+from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -243,6 +243,22 @@ def test_a_record_that_was_deleted_is_named_in_few_lines(copy: Path) -> None:
         for table in ("steps", "decisions", "rewards", "slots", "seeds", "coalitions"):
             assert record.query(f"SELECT * FROM {table}") == []
         assert record.query("SELECT count(*) AS n FROM episodes") == [{"n": HOSTS * ROUNDS}]
+
+
+def test_lines_that_are_gone_are_named(copy: Path) -> None:
+    kept = (copy / METRICS).read_text().splitlines(keepends=True)
+    for name, text, said in (
+        (METRICS, "", f"{copy / METRICS} has no line of round 2"),
+        (METRICS, kept[-1], f"{copy / METRICS} has no line of round 1"),
+        (EVENTS, "", f"{copy / EVENTS} does not begin with the start of the run; episodes are left out"),
+    ):
+        whole = (copy / name).read_text()
+        (copy / name).write_text(text)
+        with open_record([copy]) as found:
+            assert [warning for warning in found.warnings if warning.startswith(said)], found.warnings
+        (copy / name).write_text(whole)
+        with open_record([copy]) as found:
+            assert found.warnings == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])

@@ -47,7 +47,7 @@ from esper.telemetry.record.schema import (
     TERM,
     Table,
 )
-from esper.telemetry.record.writer import identifier, part_of, parts_of_round, quoted, sha256_of
+from esper.telemetry.record.writer import identifier, number_of, part_of, parts_of_round, quoted, sha256_of
 from esper.telemetry.run_directory import CONFIG, EVENTS, METRICS, RECORD, SUMMARY, about_of, require_run
 
 if TYPE_CHECKING:
@@ -302,7 +302,8 @@ class _RunTables:
     def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection) -> None:
         self.path, self.schema = path, schema
         self.warnings: list[str] = []
-        self._database, self._rounds, self._newest = database, 0, 0
+        self._database, self._newest = database, 0
+        self._rounds = set[int]()
         self._started: Row = {}
         self._metrics, self._events = Lines(path / METRICS), Lines(path / EVENTS, ("run_started", "episode"))
         self._parts: dict[str, list[Path]] = {kind: [] for kind in STORED}  # of complete rounds
@@ -359,7 +360,8 @@ class _RunTables:
                 self._database.execute(f"ALTER TABLE {self.schema}.updates ADD COLUMN {identifier(name)} DOUBLE")
         self._insert("updates", self._updates, rows)
         for line in lines:
-            self._rounds, self._newest = self._rounds + 1, int(line.get("round") or 0)
+            self._newest = int(line.get("round") or 0)
+            self._rounds.add(self._newest)
             for key, digest in (line.get("record") or {}).items() if self._has_folder else ():
                 self._add_part(str(key), digest)
 
@@ -380,6 +382,11 @@ class _RunTables:
             return
         self._faults.setdefault((kind, fault), []).append(part)
 
+    def _rounds_of_parts(self) -> set[int]:
+        """The rounds that have parts."""
+        folder = self.path / RECORD
+        return {number_of(part) for part in folder.iterdir()} - {0} if mode_of(folder) else set()
+
     def _begun_parts(self, kind: str) -> Iterator[Path]:
         """The parts of the round that has begun."""
         if not self._has_folder:
@@ -397,6 +404,16 @@ class _RunTables:
         if not self._has_folder:
             self.warnings.append(
                 f"{self.path / RECORD} is a link or a file and was not read; restore the original folder."
+            )
+        elif others := self._rounds_of_parts() - self._rounds - {self._newest + 1}:
+            self.warnings.append(
+                f"{self.path / METRICS} has no line of round {min(others)}{' and others' * (len(others) > 1)}, so that "
+                "their rows are left out. Restore it from a backup to see them."
+            )
+        if self._rounds and not self._started:
+            self.warnings.append(
+                f"{self.path / EVENTS} does not begin with the start of the run; episodes are left out. Restore it "
+                "from a backup to see them."
             )
         for (_, why), parts in self._faults.items():
             more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
@@ -463,7 +480,7 @@ class _RunTables:
             "commit": (about.get("environment") or {}).get("commit"),
             "started": about.get("started"),
             "finished": bool(summary),
-            "rounds": self._rounds,
+            "rounds": len(self._rounds),
             "host_params": started.get("host_params"),
             "config": config,
             "environment": about.get("environment"),

@@ -102,8 +102,8 @@ def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[P
     return figure
 
 
-Course = tuple[str, Sequence[float], Sequence[float], float | None]
-"""A candidate of a growth: its name, FLOPs spent on it after each step, its points then, and those of what is kept."""
+Course = tuple[str, Sequence[float], Sequence[float], tuple[float, float] | None]
+"""A candidate of a growth: its name, FLOPs spent on it after each step, its points then, and both of what is kept."""
 
 
 def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure:
@@ -111,14 +111,16 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     figure = _empty(9.0, 5.5)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
     label_axes(
-        ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept"
+        ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept, as of the dot"
     )
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:
-            label = None if kept is None else f"{method}: {name}, {kept:.2f}"
+            label = None if kept is None else f"{method}: {name}, {kept[1]:.2f}"
             ax.plot(
                 spent, points, color=color, label=label, linewidth=2.2 if label else 1.2, alpha=1.0 if label else 0.3
             )
+            if kept is not None:
+                ax.plot(*kept, color=color, marker="o", markersize=7.0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)

@@ -49,6 +49,12 @@ def read_only(x: Tensor) -> np.ndarray:
 
 
 AS_THEY_ARE = {
+    "a column of labels": {
+        "train": (X, Y[:, None]),
+        "val": (VAL[0], VAL[1][:, None]),
+        "test": (VAL[0], VAL[1][:, None]),
+    },
+    "the usual loss of torch": {"loss": nn.CrossEntropyLoss()},
     "int8": of(lambda x: x.to(torch.int8)),
     "int64": of(lambda x: x.long()),
     "float64": of(lambda x: x.double()),
@@ -193,7 +199,6 @@ REFUSED = {
     "label above the classes": ({"train": (X, Y + 1)}, r"train.y\[\d+\] is 3, expected 0..2"),
     "huge label": ({"train": (X, Y + 10**12)}, r"is 100000000000\d, expected 0..2"),
     "labels of floats": ({"train": (X, Y.float())}, "targets .* do not fit the outputs .*; give classes"),
-    "a column of labels": ({"train": (X, Y[:, None])}, "targets .* do not fit the outputs .*; give classes"),
     "labels that are NaN": ({"train": (X, Y * NAN)}, "train.y.0. is NaN or infinite .*; remove or replace them"),
     "validation labels above": ({"val": (VAL[0], VAL[1] + 5)}, r"val.y\[0\] is 5, expected 0..2"),
     "inputs that are NaN": ({"train": (X * NAN, Y)}, "train.x.0. is NaN or infinite"),
@@ -219,7 +224,10 @@ REFUSED = {
         {"loss": lambda outputs, y: outputs[:, 0] * NAN},
         "the blind loss is nan; it must be finite",
     ),
-    "a loss of the batch": ({"loss": nn.CrossEntropyLoss()}, r"expected one number per example, .*reduction='none'"),
+    "a loss of the batch": (
+        {"loss": nn.functional.cross_entropy},
+        r"expected one number per example, .*reduction='none'",
+    ),
     "a loss without gradient": (
         {"loss": lambda outputs, y: outputs.detach()[:, 0] ** 2},
         "has no gradient; compute it from the outputs without detach",

@@ -97,6 +97,23 @@ def test_the_usual_losses_of_torch_are_those_that_targets_have_without_them():
     assert vectors(train=(x, y), loss=nn.MSELoss()).spec.objective == vectors(train=(x, y)).spec.objective
 
 
+def test_a_number_may_have_an_axis_more_than_the_outputs():
+    x, y = points()
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(x.shape[1], 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0))
+
+    task = esper.Task(model, ["0"], (x, y[:, :1]), batch=16)
+    assert task.spec.load(None, 0).train.y.dim() == 1
+
+
+def test_a_softmax_in_front_of_cross_entropy_is_noticed():
+    with pytest.warns(UserWarning, match="are probabilities, but cross-entropy takes what is in front of a softmax"):
+        own_task(
+            model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Linear(4, 3), nn.Softmax(1)), slots=["1"]
+        )
+
+
 def test_a_class_may_have_an_axis_of_its_own():
     task, want = own_task(train=(X, Y[:, None]), val=None, test=None), own_task(train=(X, Y), val=None, test=None)
     assert torch.equal(task.spec.load(None, 0).train.y, want.spec.load(None, 0).train.y)
@@ -303,6 +320,15 @@ def fails(*_: object) -> torch.Tensor:
     return torch.tensor(1 / 0)
 
 
+class OwnWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs * self.scale, y, reduction="none")
+
+
 SMOOTH = 0.9 * F.one_hot(Y).float() + 0.1 / 3
 WRONG = [
     ({"model": NotANumber}, "'head.bias' of NotANumber is NaN or infinite in a new network; correct its initial"),
@@ -378,7 +404,13 @@ WRONG = [
         {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
         "CrossEntropyLoss with weight= divides by what a whole batch counts, so that the loss of one example depends on",
     ),
-    ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, "CrossEntropyLoss with ignore_index= divides by what a whole batch"),
+    (
+        {"loss": nn.CrossEntropyLoss(ignore_index=0)},
+        "CrossEntropyLoss with ignore_index= divides by what a whole batch",
+    ),
+    ({"loss": OwnWeights()}, "the loss OwnWeights has parameters of its own, which are not trained; let the network"),
+    ({"train": (X, Y.float()), "val": None, "test": None}, "give classes as integers, y.long()"),
+    ({"train": (X, [str(int(y)) for y in Y])}, "convert it with np.unique(labels, return_inverse=True)[1]"),
     ({"loss": nn.BCEWithLogitsLoss()}, "; integers stay integers: give y.float() if it takes floats"),
     ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
     (

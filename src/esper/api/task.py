@@ -229,7 +229,7 @@ class Task:
             structures = _structure_of_outputs(network, sample[:2]), first.y_structure
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise ConfigError(
-                f"the loss {type(loss).__name__} has parameters of its own, which would not be trained; let the network "
+                f"the loss {type(loss).__name__} has parameters of its own, which are not trained; let the network "
                 "have them and return them beside its outputs, or freeze them with requires_grad_(False)."
             )
         if structures != (None, None):
@@ -238,6 +238,14 @@ class Task:
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
         given = _with_targets(given, found.shape[1:], classes=loss is None)
         objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
+        if isinstance(objective, Classification) and bool(
+            ((found >= 0).all() and (found.sum(1) - 1).abs().max() < 1e-4)
+        ):
+            warnings.warn(
+                f"the outputs of {_name(name, network)} are probabilities, but cross-entropy takes what is in front of "
+                "a softmax; leave the softmax out, or the network learns slowly.",
+                stacklevel=3,
+            )
         self.name = _name(name, network)
         dataset = from_stored(
             self.name,
@@ -369,6 +377,9 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
     if y.is_floating_point() and y.dim() == 1 and outputs == (1,):  # one number, with and without an axis
         targets = {part: of[:, None] for part, of in targets.items()}
         y = targets["train"]
+    elif y.is_floating_point() and y.shape[1:] == (1,) and outputs == ():
+        targets = {part: of[:, 0] for part, of in targets.items()}
+        y = targets["train"]
     if classes and y.shape[1:] == outputs:
         if _one_hot(y):
             targets = {part: of.argmax(dim=-1) if _one_hot(of) else of for part, of in targets.items()}
@@ -496,6 +507,8 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
     out = ""
     if shape == () and outputs == (1,):
         out = "two outputs for two classes, or floats [n, 1] and loss=nn.BCEWithLogitsLoss(); or "
+    elif shape == () and len(outputs) == 1 and y.is_floating_point():
+        out = "classes as integers, y.long(); or "
     elif len(outputs) > 2 and shape == outputs[1:]:
         out = "loss=nn.CrossEntropyLoss() and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
     raise ConfigError(

@@ -170,6 +170,8 @@ def query(command: Query) -> int:
     if sql is None:
         paths.append(last)
     if not paths:
+        if last and " " not in last:
+            raise ConfigError(f"there is no run in {last}, and no SELECT; name a run, or say what is asked of it.")
         raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
     _in_a_thread(lambda: _answer([Path(path) for path in paths], sql, command), command.timeout)
     return 0

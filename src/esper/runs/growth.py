@@ -942,7 +942,9 @@ class Growth:
     def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
         """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""
         kept = self.entries[entry].val[steps - 1]
-        order = sorted(range(len(self.entries)), key=lambda i: (-kept, 0) if i == entry else (-self.entries[i].score, 1))
+        order = sorted(
+            range(len(self.entries)), key=lambda i: (-kept, 0) if i == entry else (-self.entries[i].score, 1)
+        )
         return Leaderboard(
             entries=tuple(self.entries[i] for i in order),
             chosen=order.index(entry),

@@ -215,8 +215,10 @@ def check_slot(slot: str, run: Pass, rows: int) -> Tensor:
     calls = run.of(slot)
     if len(calls) != 1:
         found = f"is called {len(calls)} times" if calls else "is never called"
-        raise ConfigError(f"the module of slot {slot!r} {found} in a forward pass; a slot is the output of a module "
-                          "that is called exactly once.")  # fmt: skip
+        raise ConfigError(
+            f"the module of slot {slot!r} {found} in a forward pass; a slot is the output of a module "
+            "that is called exactly once" + ", such as a layer behind these calls." * bool(calls)
+        )
     h = calls[0].output
     if not isinstance(h, Tensor):
         raise ConfigError(f"slot {slot!r} gives {_kind(h)}; seeds need a tensor: choose a submodule that returns one.")

@@ -119,7 +119,7 @@ def config_of_run(run: Path, changes: Mapping[str, Any] = MappingProxyType({}), 
     if others and is_same:
         raise ConfigError(
             f"{', '.join(others)} is not a plugin of this run, which names {', '.join(plugins) or 'none'}; leave it "
-            "out."
+            "out, or name controllers before --plugins."
         )
     require_trusted(plugins, allowed, trust=trust)
     if not is_same:

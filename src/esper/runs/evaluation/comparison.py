@@ -282,7 +282,7 @@ def compare(
     with PassProgress(console, len(groups) * (len(own) + bool(runs))) as progress:
         session = _Session(num_envs, groups, store, progress, console)
         if flops is not None:
-            _require_plain_run(session.alone([REFERENCE])[REFERENCE], flops)
+            session.require_plain_run(flops)
         alone: dict[str, Sequence[Outcome]] = {**session.alone(own)}
         budget = flops or (spent_by(alone) if races else 0.0)
         of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
@@ -319,16 +319,6 @@ def _with_plans(baselines: Sequence[str], config: RunConfig) -> tuple[tuple[str,
             f"them with esper search {config.task} --portfolio, and name the file that it writes."
         )
     return names, read_plans(path, config.task, config.episode_length)
-
-
-def _require_plain_run(plain_hosts: Sequence[Outcome], budget: float) -> None:
-    """Raise ConfigError for a budget that does not pay for the host alone."""
-    least = float(np.mean([spent(outcome) for outcome in plain_hosts]))
-    if budget < least:
-        raise ConfigError(
-            f"{option('flops_per_host')} is {short(budget)}, but the host alone takes {short(least)} FLOPs to be "
-            f"trained and measured; give at least {least:.3g}, or shorten the episode."
-        )
 
 
 def _label(name: str, entries: Sequence[Entry], budget: float) -> str:
@@ -472,6 +462,15 @@ class _Session:
         """The data set in words."""
         dataset = self._places[0].dataset
         return data_label(dataset.identity) if dataset else "none"
+
+    def require_plain_run(self, budget: float) -> None:
+        """Raise ConfigError, before anything is trained, for a budget that does not pay for the host alone."""
+        least = float(np.mean([place.meter([Architecture()]).of_structures[0] for place in self._places]))
+        if budget < least:
+            raise ConfigError(
+                f"{option('flops_per_host')} is {short(budget)}, but the host alone takes {short(least)} FLOPs to be "
+                f"trained; give at least {least:.3g} and something to measure, or shorten the episode."
+            )
 
     def alone(self, names: Sequence[str]) -> dict[str, list[Outcome]]:
         """The outcomes of each controller, one per group, also of the trained one."""

@@ -8,7 +8,7 @@ x and y may be tuples or dictionaries of such tensors, which are stored packed (
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
@@ -276,7 +276,8 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
     source = examples if loader is None else loader.dataset
     if not isinstance(source, MapStyle) or isinstance(source, IterableDataset):
         raise DataError(
-            f"{place} is of type {type(source).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
+            f"{place} is of type {type(source).__name__}, expected (x, y) or a data set with __len__ and __getitem__"
+            f"{'; list(...) of it is one' * isinstance(source, Iterable)}."
         )
     collate: Callable[[list[Any]], Any] | None = None
     if loader is not None:
@@ -346,6 +347,10 @@ def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
     return stacked
 
 
+_OF_LABELS = "np.unique(labels, return_inverse=True)[1]"
+"""What makes numbers of labels that are strings."""
+
+
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
     if np.ma.is_masked(value):
@@ -362,12 +367,15 @@ def _tensor(place: str, value: object) -> Tensor:
             raise DataError(f"{place} is a list that is not an array ({error}); make its rows equally long.") from error
     if not isinstance(value, Tensor):
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
+        ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()",
+                "toarray": ".toarray()", "encode": _OF_LABELS}  # fmt: skip
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
+        if isinstance(value, list | tuple) and value and isinstance(value[0], str):
+            way = _OF_LABELS
         if isinstance(value, np.ndarray):
             of_kind = dict.fromkeys(
                 "OSU",
-                "np.unique(labels, return_inverse=True)[1] where it holds labels, .astype(np.float32) where numbers",
+                f"{_OF_LABELS} where it holds labels, .astype(np.float32) where numbers",
             )
             of_kind["c"] = "np.stack((z.real, z.imag), axis=1)"
             way = of_kind.get(value.dtype.kind, ".astype(np.float32)")
@@ -387,9 +395,8 @@ def check_finite(place: str, values: Tensor) -> None:
         raise DataError(f"{place} holds numbers of 2**63 or more, which int64 does not hold; give smaller ones.")
     if values.is_floating_point() and not values.isfinite().all():
         bad = (~values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else ~values.isfinite()).nonzero().flatten()
-        raise DataError(
-            f"{place}[{int(bad[0])}] is NaN or infinite (as float32), and {len(bad) - 1} more; remove or replace them."
-        )
+        way_out = f", and {len(bad) - 1} more; remove or replace them" if len(bad) > 1 else "; remove or replace it"
+        raise DataError(f"{place}[{int(bad[0])}] is NaN or infinite (as float32){way_out}.")
 
 
 def _inputs(place: str, x: Tensor, inputs: Inputs | None) -> Tensor:

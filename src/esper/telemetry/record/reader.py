@@ -282,7 +282,7 @@ def _explained(error: duckdb.Error) -> str:
     rows = [row.strip() for row in str(error).splitlines() if row.strip()]
     kept = [row for row in rows[:3] if not row.startswith(("LINE", "^"))]
     text = " ".join(kept).removeprefix("Catalog Error: ").removeprefix("Binder Error: ").removeprefix("Parser Error: ")
-    return f"the query is wrong: {text.rstrip('.')}."
+    return f"the query is wrong: {text.rstrip('.')}{'.' * (not text.endswith('?'))}"
 
 
 # One run ------------------------------------------------------------------------------------------------------------

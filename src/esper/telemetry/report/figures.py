@@ -111,7 +111,9 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     figure = _empty(9.0, 5.5)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
     label_axes(
-        ax, f"Validation {unit} by FLOPs", "FLOPs spent on each candidate, one line each; the strong ones are kept, as of the dot"
+        ax,
+        f"Validation {unit} by FLOPs",
+        "FLOPs spent on each candidate, one line each; the strong ones are kept, as of the dot",
     )
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:

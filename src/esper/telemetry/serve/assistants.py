@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from esper.leyline.errors import EsperError, QueryError, in_words
 from esper.leyline.settings import first_problem
+from esper.telemetry.machine import version
 from esper.telemetry.record.reader import Record
 from esper.telemetry.record.schema import TABLES
 from esper.telemetry.report.payloads import evaluation, rounded
@@ -63,7 +64,7 @@ class _Server(MCPServer[Any]):
 
 def server_of(runs: Runs, seconds: float = queries.SECONDS) -> MCPServer[Any]:
     """A server of these runs; a query may take so many seconds."""
-    server = _Server("esper", instructions=_INSTRUCTIONS, log_level="CRITICAL")
+    server = _Server("esper", instructions=_INSTRUCTIONS, version=version(), log_level="CRITICAL")
     reads = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
     tools = _Tools(runs, seconds)
     for tool in (tools.list_runs, tools.overview, tools.tables, tools.query, tools.host):

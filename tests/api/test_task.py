@@ -402,7 +402,7 @@ WRONG = [
     ({"loss": lambda out, y: out[:, 9]}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64"),
     (
         {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
-        "CrossEntropyLoss with weight= divides by what a whole batch counts, so that the loss of one example depends on",
+        "CrossEntropyLoss with weight= divides by what a whole batch counts, so that the loss of one example depends",
     ),
     (
         {"loss": nn.CrossEntropyLoss(ignore_index=0)},

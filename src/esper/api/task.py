@@ -238,9 +238,7 @@ class Task:
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
         given = _with_targets(given, found.shape[1:], classes=loss is None)
         objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
-        if isinstance(objective, Classification) and bool(
-            ((found >= 0).all() and (found.sum(1) - 1).abs().max() < 1e-4)
-        ):
+        if isinstance(objective, Classification) and bool((found >= 0).all() and (found.sum(1) - 1).abs().max() < 1e-4):
             warnings.warn(
                 f"the outputs of {_name(name, network)} are probabilities, but cross-entropy takes what is in front of "
                 "a softmax; leave the softmax out, or the network learns slowly.",
@@ -513,6 +511,6 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
         out = "loss=nn.CrossEntropyLoss() and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
     raise ConfigError(
         f"targets {list(shape)} of {y.dtype} for each example do not fit the outputs {list(outputs)} of the network; "
-        f"give {out}classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the shape of "
-        "the outputs, or a loss."
+        f"give {out}classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the "
+        "shape of the outputs, or a loss."
     )

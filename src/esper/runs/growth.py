@@ -252,8 +252,8 @@ class Leaderboard:
             more += f"Kept is step {self.steps} of {len(kept.val)}, where the last one has {kept.score:.2f}.\n"
         return (
             f"{tables.text(lambda console: console.print(page))}\n{more}"
-            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none has "
-            "fewer parameters and more points.\n"
+            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none "
+            "has fewer parameters and more points.\n"
             f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
         )
 

@@ -171,9 +171,9 @@ class _Trace:
         found = [place for place in self._found if place.path not in refused]
         if not found:
             raise ConfigError(f"no place where a seed may grow was found in {type(self._network).__name__}; name the "
-                              "submodules at whose outputs seeds may grow with slots=. They are called once, in front of "
-                              "the output layer, and give [B, C, H, W], "
-                              "[B, T, D], [B, C, T] or [B, D].")  # fmt: skip
+                              "submodules at whose outputs seeds may grow with slots=. They are called once, in front "
+                              "of the output layer, and give [B, C, H, W], [B, T, D], [B, C, T] or "
+                              "[B, D].")  # fmt: skip
         if found[0].h.dim() < 4:
             chosen = self._several(found, _MOST)
         else:

@@ -147,8 +147,9 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
 def prepared(module: nn.Module) -> nn.Module:
     """A new module as hosts and seeds run it.
 
-    Its dropout is keyed; `torch.compile` is undone, in it as well; no nested tensors run through it; and weights that were computed from others already,
-    as `nn.utils.weight_norm` does before every pass, have no gradient history, so that it can be copied.
+    Its dropout is keyed; `torch.compile` is undone, in it as well; no nested tensors run through it; and weights that
+    were computed from others already, as `nn.utils.weight_norm` does before every pass, have no gradient history, so
+    that it can be copied.
 
     Raises:
         ConfigError: a part was compiled by torch.jit.

@@ -595,6 +595,15 @@ def test_what_is_kept_has_one_figure_in_the_whole_table():
     assert [kept for _, _, _, kept in board.courses] == [(2.5, 83.0), None, None]
 
 
+@pytest.mark.parametrize(("guessing", "said"), [(90.0, True), (89.9, False), (None, False)])
+def test_candidates_that_only_guess_are_noticed(guessing, said):
+    board = Leaderboard(
+        entries=(entry(90.0, 10),), chosen=0, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0,
+        budget=30.0, guessing=guessing,
+    )  # fmt: skip
+    assert ("No candidate is better than one answer for all examples, which has 90.00: allow" in str(board)) is said
+
+
 def test_a_long_leaderboard_shows_the_best_the_kept_and_those_of_the_pareto_set():
     entries = tuple(entry(90.0 - i, 300 if i < 19 else 100, f"norm{i}") for i in range(20))
     board = Leaderboard(

@@ -14,6 +14,7 @@ from esper.tasks.losses import (
     WithMetric,
     of_split,
     perplexity,
+    points_of_guessing,
 )
 
 TOKENS = NextToken(10)
@@ -28,6 +29,15 @@ def test_perplexity_is_the_exponential_of_the_loss_of_a_token(objective):
 
 def test_other_losses_have_no_perplexity():
     assert perplexity(Classification(10), 1.0) is None
+
+
+def test_guessing_gives_the_points_of_the_best_constant_answer():
+    padded = torch.tensor([[1, 1, -1], [2, 1, -1]])
+    assert points_of_guessing(Classification(3), torch.tensor([0, 2, 2, 1])) == 50.0
+    assert points_of_guessing(NextToken(3), padded) == 75.0
+    assert points_of_guessing(MeanSquaredError(variance=1.0), torch.randn(4)) == 0.0
+    assert points_of_guessing(Custom(loss=lambda o, y: o, blind_loss=1.0), torch.randn(4)) == 0.0
+    assert points_of_guessing(Custom(loss=lambda o, y: o, blind_loss=1.0, metric=lambda o, y: o), padded) is None
 
 
 def test_padding_changes_no_loss_of_a_token():

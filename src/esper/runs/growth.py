@@ -55,6 +55,7 @@ from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.runs.state_file import read_checked, write_state
 from esper.tasks.datasets import Dataset
+from esper.tasks.losses import points_of_guessing
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
@@ -188,6 +189,7 @@ class Leaderboard:
             test examples. unit: of both.
         spent: FLOPs of all together. seconds: likewise.
         budget: FLOPs that were allowed, or spent where minutes were.
+        guessing: figure of merit of the best constant answer on the validation examples; None where that is not known.
     """
 
     entries: tuple[Entry, ...]
@@ -198,6 +200,7 @@ class Leaderboard:
     spent: float
     seconds: float
     budget: float
+    guessing: float | None = None
 
     @property
     def val(self) -> float:
@@ -250,6 +253,11 @@ class Leaderboard:
         kept = self.entries[self.chosen]
         if self.steps < len(kept.val):
             more += f"Kept is step {self.steps} of {len(kept.val)}, where the last one has {kept.score:.2f}.\n"
+        if self.guessing is not None and self.val <= self.guessing:
+            more += (
+                f"No candidate is better than one answer for all examples, which has {self.guessing:.2f}: allow more "
+                "steps, or look at the learning rate, the scale of the inputs and the targets.\n"
+            )
         return (
             f"{tables.text(lambda console: console.print(page))}\n{more}"
             f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none "
@@ -954,6 +962,7 @@ class Growth:
             spent=self.spent,
             seconds=self.seconds,
             budget=self.spent if self.budget.flops is None else self.budget.flops,
+            guessing=points_of_guessing(self._config.task_spec().objective, self._dataset.val.y),
         )
 
     # -- progress and persistence -------------------------------------------------------------------------------------

@@ -343,6 +343,18 @@ def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:
     )
 
 
+def points_of_guessing(objective: Objective, targets: Tensor) -> float | None:
+    """Figure of merit of the best constant answer on targets [n, ...]; None where that is not known."""
+    if isinstance(objective, Classification | NextToken):
+        counts = targets[targets != PADDING].flatten().long().bincount()
+        return 100.0 * float(counts.max() / counts.sum()) if counts.numel() else None
+    return (
+        0.0
+        if isinstance(objective, MeanSquaredError) or (isinstance(objective, Custom) and not objective.metric)
+        else None
+    )
+
+
 def perplexity(objective: Objective, loss: float) -> float | None:
     """exp(loss) where the loss is the mean cross-entropy of a token in nats, padding left out; None elsewhere."""
     losses = objective.objective if isinstance(objective, WithMetric) else objective

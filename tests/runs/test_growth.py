@@ -477,13 +477,23 @@ def test_the_best_step_is_kept_on_request(grow):
     assert growth.leaderboard(entry, steps, None).val == pytest.approx(network.description.val)
 
 
-def test_a_warm_up_is_cut_to_the_first_stage(grow, step_flops):
-    growth = grow("plain", flops=60 * step_flops, warmup=11)
-    assert 2 <= growth.end < 11
-    assert growth._engine.executor.data.lr_factors(1)[0, 0] < 1.0
-    while growth.stage == 0:
-        growth.step()
-    assert growth._engine.executor.data.lr_factors(growth.t + 1)[0, 0] == growth.entries[growth.rows[0]].candidate.rate
+@pytest.mark.parametrize("warmup", [3, 11])
+def test_a_warm_up_is_as_large_a_share_of_each_stage_as_of_the_episode(grow, step_flops, warmup):
+    growth = grow("plain", flops=60 * step_flops, warmup=warmup)
+    episode = growth._config.episode_length
+
+    def rising() -> int:
+        """Steps of this stage before the first one with the whole rate."""
+        whole = growth.entries[growth.rows[0]].candidate.rate
+        factors = [growth._engine.executor.data.lr_factors(t)[0, 0] for t in range(growth.begun + 1, growth.end + 1)]
+        return [float(factor) for factor in factors].index(whole)
+
+    for stage in range(2):
+        assert growth.stage == stage
+        length = growth.end - growth.begun
+        assert rising() == min(-(-length * warmup // episode), length - 1) >= 1
+        while growth.stage == stage:
+            growth.step()
 
 
 # -- a stop and its continuation ---------------------------------------------------------------------------------------

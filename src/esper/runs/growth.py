@@ -22,7 +22,8 @@ Where a budget holds few batches, "auto" halves them, and lowers the learning ra
 "auto" compares learning rates alone.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
-Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept.
+Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept. They rise over as large
+a share of a stage as of an episode of the task.
 """
 
 import json
@@ -744,7 +745,8 @@ class Growth:
         self, candidates: Sequence[Candidate], task: TaskSpec | None = None, measured_share: float = 1.0
     ) -> VectorizedEngine:
         optimizer, lifecycle = self._config.optimizer, self._config.lifecycle
-        warmup = 0 if self.begun else min(optimizer.warmup, self.end - 1)  # trained weights need none
+        length = self.end - self.begun
+        warmup = min(math.ceil(length * optimizer.warmup / self._config.episode_length), length - 1)
         lifecycle = replace(lifecycle, measured_share=min(lifecycle.measured_share, measured_share))
         optimizer = replace(optimizer, warmup=warmup)
         config = replace(self._config, episode_length=self.end, optimizer=optimizer, lifecycle=lifecycle)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
-from esper.tolaria.executors.native.functions import softmax
+from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce, softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
@@ -27,6 +27,7 @@ from esper.tolaria.executors.native.rules import (
     permute,
     reshaped,
     squeeze,
+    sub,
     total,
     transpose,
     unsqueeze,
@@ -404,6 +405,30 @@ def _compare(low: Lowering, a: Any, b: Any, kind: int) -> Mask:
 
 for _kind, _name in enumerate(("eq", "ne", "lt", "le", "gt", "ge")):
     rule(f"{_name}.Scalar", f"{_name}.Tensor")(partial(_compare, kind=_kind))
+
+
+@rule("isfinite.default")
+def isfinite(low: Lowering, x: Any) -> Mask:
+    """Where a number is neither infinite nor NaN: there alone the difference to itself is 0."""
+    x = low.value(x)
+    return _compare(low, sub(low, x, x), 0.0, 0)
+
+
+@rule("all.dim", "all.dims")
+def every(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind: int = SMALLEST) -> Value:
+    """Whether a mask is True everywhere along an axis."""
+    if not isinstance(x, Mask):
+        raise low.refuse("a mask that is no comparison")
+    return reduce(low, x, dim, keepdim, kind=kind)
+
+
+rule("any.dim", "any.dims")(partial(every, kind=LARGEST))
+
+
+@rule_of(torch.ops.esper.whole.default)
+def whole(low: Lowering, x: Any) -> Value:
+    """Integers, which rows hold as they are; they have no gradient."""
+    return replace(low.value(x), needs=False)
 
 
 @rule("bitwise_not.default", "logical_not.default")

@@ -319,7 +319,7 @@ template <class T> void run_CROSS_ENTROPY(const Call<T>& c) {
 }
 
 // Adds rows {losses, scores, weights} to `totals`, the sums of each; `grad` (or null) gets their gradient for the mean
-// loss of a batch in which every example has the weight 1.
+// loss of the batch. flag: labels that are not negative count 1; else an example does.
 template <class T> void run_ADD_SCORES(const Call<T>& c) {
     const int lanes = c.chunk.lanes, stride = c.chunk.stride;
     for (int k = 0; k < 3; ++k) {
@@ -328,8 +328,9 @@ template <class T> void run_ADD_SCORES(const Call<T>& c) {
         c.template as<double>(1)[k] += sum;
     }
     if (!c.p[2]) return;
+    const double weight = c.flag ? c.chunk.weight : double(c.chunk.batch);
     std::memset(c.p[2], 0, sizeof(T) * 3 * stride);
-    std::fill_n(c.p[2], lanes, T(1.0 / c.chunk.batch));
+    std::fill_n(c.p[2], lanes, T(weight > 0.0 ? 1.0 / weight : 0.0));
 }
 
 }  // namespace esper

@@ -25,7 +25,7 @@ from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
-from esper.tolaria.executors.native.losses import CrossEntropy, Loss, loss_of
+from esper.tolaria.executors.native.losses import CrossEntropy, Loss, TracedLoss, loss_of
 from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
     NOTHING,
@@ -104,14 +104,17 @@ class NativeExecutor(NetworkExecutor):
         return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
     def _loss(self, split: SplitName) -> Loss | None:
-        """What programs compute of a split; None where PyTorch does."""
+        """What programs compute of a split; None where PyTorch does, and from the pass on in which it has changed."""
         if split not in self._losses:
             objective = self.data.objective if split == "train" else self.data.objectives[split]
             try:
                 self._losses[split] = loss_of(objective, self._networks.outputs, self.data.dataset.split(split).y)
             except NoRuleError:
                 self._losses[split] = None
-        return self._losses[split]
+        loss = self._losses[split]
+        if isinstance(loss, TracedLoss) and not loss.holds():
+            loss = self._losses[split] = None
+        return loss
 
     def _check_labels(self, split: SplitName) -> None:
         if not isinstance(self._loss("train"), CrossEntropy):
@@ -156,7 +159,7 @@ class NativeExecutor(NetworkExecutor):
             spaces.rows(Space.KEYS, keys, hosts=ours)
         each = 0 if keys is None else keys.shape[1] // len(batches)
         if stored is None or loss is None:
-            self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each)
+            self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each, loss)
         else:
             chosen = torch.from_numpy(ours)
             labels = stored.y if batches.targets is None else loss.stored(batches.targets[chosen])
@@ -211,15 +214,16 @@ class NativeExecutor(NetworkExecutor):
         return self._stored[key]
 
     def _train_on_batches(
-        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int
-    ) -> None:
-        """Train on batches that PyTorch makes, with a loss that it computes where there is no kernel for it."""
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int,
+        loss: Loss | None,
+    ) -> None:  # fmt: skip
+        """Train on batches that PyTorch makes; it computes the loss, too, if there is none here."""
         chosen = torch.from_numpy(ours)
         for number, (x_NB, y_NB) in enumerate(batches):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
-            if (loss := self._loss("train")) is not None:
+            if loss is not None:
                 y = loss.stored(y)
                 spaces.rows(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
@@ -267,7 +271,7 @@ class NativeExecutor(NetworkExecutor):
         stored = self._as_stored(batches, loss)
         if stored is None or loss is None:
             distinct = [max(states) + 1 for _, states in measured]
-            self._measure_batches(batches, work, spaces, totals, ours, distinct)
+            self._measure_batches(batches, work, spaces, totals, ours, distinct, loss)
         else:
             own, labels, order = torch.from_numpy(ours), stored.y, None
             if batches.chosen is not None:
@@ -287,11 +291,11 @@ class NativeExecutor(NetworkExecutor):
 
     def _measure_batches(
         self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray,
-        distinct: list[int],
+        distinct: list[int], loss: Loss | None,
     ) -> None:  # fmt: skip
         """Measure the distinct states of each host on batches that PyTorch makes.
 
-        PyTorch computes the scores where there is no kernel for them.
+        It computes the scores, too, if there is no loss here.
         """
         objective, chosen = self.data.objectives[batches.split], torch.from_numpy(ours)
         for x, y in batches:
@@ -301,7 +305,7 @@ class NativeExecutor(NetworkExecutor):
             place = spaces.rows if each else spaces.share
             place(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
-            if (loss := self._loss(batches.split)) is not None:
+            if loss is not None:
                 y = loss.stored(y)
                 place(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))

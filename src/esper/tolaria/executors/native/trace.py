@@ -50,7 +50,8 @@ _COMPOSED: Final = (
     aten.chunk.default, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand_as.default,
     aten.relu6.default, aten.relu6_.default, aten.selu.default, aten.selu_.default, aten.softmax.int,
     aten.log_softmax.int, aten.var.dim, aten.std.dim, aten.var_mean.dim, aten.native_channel_shuffle.default,
-    aten.tensor_split.sections, aten.broadcast_tensors.default, aten.l1_loss.default,
+    aten.tensor_split.sections, aten.broadcast_tensors.default, aten.l1_loss.default, aten.cross_entropy_loss.default,
+    aten.poisson_nll_loss.default,
 )  # fmt: skip
 _WRITTEN_OUT: Final[dict[Any, Callable[..., Any]]] = {
     **{operation: operation.decompose for operation in _COMPOSED},

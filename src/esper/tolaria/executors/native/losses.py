@@ -86,7 +86,7 @@ class TracedLoss:
         """Whether the objective still gives what it gave; a function of the user's may read what changes."""
         x, scores = self.tried
         with torch.no_grad():
-            return torch.allclose(self.module(x), scores, rtol=1e-6, atol=0.0, equal_nan=True)
+            return torch.allclose(self.module(x), scores, rtol=1e-6, equal_nan=True)
 
     def stored(self, y: Tensor) -> Tensor:
         """Targets as LABELS holds them, int64; floats are the bits of their double precision."""
@@ -131,12 +131,8 @@ class _OfRows(nn.Module):
 
     def __init__(self, objective: Objective, outputs: Dims, y: Tensor) -> None:
         super().__init__()
-        self.scores, self.outputs, self.targets, self.whole = (
-            objective.scores,
-            outputs,
-            y.shape[1:],
-            y.dtype is torch.int64,
-        )
+        self.scores, self.outputs = objective.scores, outputs
+        self.targets, self.whole = y.shape[1:], y.dtype is torch.int64
 
     def forward(self, x: Tensor) -> Tensor:
         count = math.prod(self.outputs)
@@ -164,7 +160,7 @@ def _traced(objective: Objective, outputs: Dims, y: Tensor) -> TracedLoss:
         with seeded_generators(0) as used, torch.enable_grad():
             scores = module(x.clone().requires_grad_())
             template = Template(module, global_rng=used())
-    except (ConfigError, RuntimeError, ValueError, IndexError) as error:
+    except (ConfigError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise NoRuleError(f"PyTorch cannot compute it: {in_words(error)[:200]}") from error
     if not _derived(scores):
         raise NoRuleError("it has a backward pass of its own")
@@ -175,8 +171,9 @@ def _traced(objective: Objective, outputs: Dims, y: Tensor) -> TracedLoss:
             raise NoRuleError("examples that count differently")
         if reason := disagreement(template, x, graphs=(graph, graph), drawn=False):
             raise NoRuleError(reason)
-    tried = x[:_TRIED_AGAIN], scores[:_TRIED_AGAIN].detach()
-    return TracedLoss(graph, flat.shape[1], module.whole, counted, module, tried)
+    tried = x[:_TRIED_AGAIN]
+    with torch.no_grad():
+        return TracedLoss(graph, flat.shape[1], module.whole, counted, module, (tried, module(tried)))
 
 
 def _derived(x: Tensor) -> bool:
@@ -220,7 +217,7 @@ def likelihood(low: Lowering, logs: Any, classes: Any, weight: Any = None, reduc
     if reduction != 0 or len(logs.shape) < 2 or logs.axis != 0:
         raise low.refuse(f"a mean over examples, or logarithms {logs.shape}")
     if weight is not None:
-        logs = mul(low, logs, reshaped(low, low.value(weight), (-1, *(1,) * (len(logs.shape) - 2))))
+        logs = mul(low, logs, reshaped(low, low.value(weight), (logs.shape[1], *(1,) * (len(logs.shape) - 2))))
     found = neg(low, squeeze(low, _picked(low, logs, low.value(unsqueeze(low, classes, 1)), 1), 1))
     return select(low, compare(low, classes, ignored, 0), 0.0, found)
 

@@ -162,8 +162,14 @@ def constant(tensor: Tensor) -> Tensor:
 
 
 def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
-    """Compute what depends on constants alone."""
+    """Compute what depends on constants alone, and leave out conversions to the type that a tensor has."""
     for node in list(graph.nodes):
+        if node.target is aten.detach_.default and node.args[0].target is constant:  # of torch.tensor([...])
+            node.target = aten.detach.default
+        if node.target is aten.to.dtype and node.args[0].meta["val"].dtype is node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
         if node.op == "get_attr":
             value: Any = owner
             for name in str(node.target).split("."):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_streamed import compare, grow_different_seeds, in_every_stage_and_blend
+from native_agreement import agree
 from test_faults_of_one_host import gradient_of
 from torch import Tensor, nn
 
@@ -354,3 +355,34 @@ def test_the_squared_error_before_it_knows_a_split_is_traced_too():
     y = with_numbers().train.y
     for objective in (ERROR, of_split(ERROR, y)):
         assert loss_of(objective, (3,), y).numbers == 3
+
+
+# -- rules that losses brought ----------------------------------------------------------------------------------------
+
+
+def picked(x: Tensor) -> Tensor:
+    return x.gather(1, x.detach().argmax(dim=1, keepdim=True)) * x
+
+
+OPERATIONS = {
+    "the place of the largest": lambda x: x * x.argmax(dim=2, keepdim=True),
+    "one number of each row": picked,
+    "where all are above": lambda x: torch.where((x > -1.0).all(dim=1, keepdim=True), x, 0.0),
+    "where any is above": lambda x: torch.where((x > 1.0).any(dim=2, keepdim=True), x, 0.0),
+    "where it is finite": lambda x: torch.where((1.0 / (x * (x > 0.0))).isfinite(), x, 7.0),
+    "likelihoods of places": lambda x: F.nll_loss(
+        x.log_softmax(dim=1), torch.ops.esper.whole(x.detach().argmax(dim=1)), reduction="none"
+    ),
+    "a type that it has": lambda x: x.float() * torch.tensor([[1.0], [2.0], [3.0]]),
+}
+
+
+@pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_an_operation_of_losses_is_that_of_pytorch_in_any_module(function):
+    agree(function, 3, 4)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.gather(0, x.argmax(dim=0, keepdim=True)), lambda x: x * x.argmax()])
+def test_a_place_among_the_examples_is_refused(function):
+    with pytest.raises(NoRuleError, match="a place among several examples"):
+        agree(function, 3, 4)

@@ -11,8 +11,9 @@
 
 // X(name, operands): see program.cpp.
 #define ESPER_TENSORS(X)                                                                                               \
-    X(CLEAR, "X") X(LOAD, "mx") X(STORE, "xm") X(BARRIER, "") X(COPY, "xx") X(FILL, "x") X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")            \
-    X(SPREAD_BACKWARD, "xx") X(BLEND, "xxxxx") X(BLEND_BACKWARD, "xxxxxxx") X(CROSS_ENTROPY, "xelxx")
+    X(CLEAR, "X") X(LOAD, "mx") X(LOAD_TARGETS, "ex") X(STORE, "xm") X(BARRIER, "") X(COPY, "xx") X(FILL, "x")          \
+    X(COMBINE, "xxx") X(AFFINE, "xx") X(SUM, "xxx") X(SPREAD, "xx")                                                    \
+    X(SPREAD_BACKWARD, "xx") X(BLEND, "xxxxx") X(BLEND_BACKWARD, "xxxxxxx") X(CROSS_ENTROPY, "xelxx") X(ADD_SCORES, "xlx")
 
 namespace esper {
 
@@ -224,6 +225,18 @@ template <class T> void run_LOAD(const Call<T>& c) {
                 c.p[1][int64_t(r) * stride + lane] = lane < lanes ? c.p[0][int64_t(lane) * rows + r] : T(0);
 }
 
+// n = {numbers}: targets [lanes][numbers] to rows of lanes. flag: they are integers, else in double precision.
+template <class T> void run_LOAD_TARGETS(const Call<T>& c) {
+    const int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
+    for (int64_t r = 0; r < rows; ++r) {
+        T* y = c.p[1] + r * stride;
+        for (int64_t lane = 0; lane < stride; ++lane) {
+            const int64_t at = lane * rows + r;
+            y[lane] = lane >= lanes ? T(0) : c.flag ? T(c.template as<int64_t>(0)[at]) : T(c.template as<double>(0)[at]);
+        }
+    }
+}
+
 template <class T> void run_STORE(const Call<T>& c) {
     constexpr int TILE = 16;
     const int rows = c.n[0], lanes = c.chunk.lanes, stride = c.chunk.stride;
@@ -303,6 +316,21 @@ template <class T> void run_CROSS_ENTROPY(const Call<T>& c) {
     totals[0] += loss;
     totals[1] += double(correct);
     totals[2] += double(counted);
+}
+
+// Adds rows {losses, scores, weights} to `totals`, the sums of each; `grad` (or null) gets their gradient for the mean
+// loss of the batch. flag: labels that are not negative count 1; else an example does.
+template <class T> void run_ADD_SCORES(const Call<T>& c) {
+    const int lanes = c.chunk.lanes, stride = c.chunk.stride;
+    for (int k = 0; k < 3; ++k) {
+        double sum = 0.0;
+        for (int lane = 0; lane < lanes; ++lane) sum += double(c.p[0][k * stride + lane]);
+        c.template as<double>(1)[k] += sum;
+    }
+    if (!c.p[2]) return;
+    const double weight = c.flag ? c.chunk.weight : double(c.chunk.batch);
+    std::memset(c.p[2], 0, sizeof(T) * 3 * stride);
+    std::fill_n(c.p[2], lanes, T(weight > 0.0 ? 1.0 / weight : 0.0));
 }
 
 }  // namespace esper

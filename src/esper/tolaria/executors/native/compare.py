@@ -65,7 +65,8 @@ def by_torch(template: Template, row: Tensor, buffers: Tensor, x: Tensor, *, tra
     given = x.clone().requires_grad_(x.is_floating_point())
     own.bind(leaf, buffers, Draws(_MOMENT, _HOST, 0))
     inputs = given.clone() if x.is_floating_point() else x
-    with _InDouble() if row.dtype is torch.float64 else nullcontext():  # type: ignore[no-untyped-call]
+    in_double = _InDouble() if row.dtype is torch.float64 else nullcontext()  # type: ignore[no-untyped-call]
+    with in_double, torch.set_grad_enabled(training):
         outputs = own(inputs, lambda slot_id, h: h) if hasattr(own.module, "execution_order") else own(inputs)
     if not training:
         return Outcome(outputs.detach(), None, None, buffers)
@@ -138,11 +139,12 @@ def disagreement(
     tolerance: float = TOLERANCE,
     chunk: int | None = None,
     graphs: tuple[fx.Graph, fx.Graph] | None = None,
+    drawn: bool = True,
 ) -> str | None:
-    """How a module differs as instructions from PyTorch on inputs like x [B, ...]; None if it does not.
+    """How a module differs as instructions from PyTorch on inputs like x [B, ...], or on x itself; None if it does not.
 
     Compared are outputs in training and evaluation mode, all gradients, and buffers after the pass; `chunk` as in
-    `by_instructions`. `graphs`: in training and evaluation, if they are known.
+    `by_instructions`. `graphs`: in training and evaluation, if they are known. `drawn`: floats are drawn at random.
 
     Raises:
         NoRuleError: something has no rule.
@@ -162,7 +164,7 @@ def disagreement(
     row[template.parameters.padding_mask] = 0.0
     x = x[torch.arange(max(_EXAMPLES, len(x))) % len(x)]
     if x.is_floating_point():
-        x = torch.randn(x.shape, generator=generator, dtype=dtype)
+        x = torch.randn(x.shape, generator=generator, dtype=dtype) if drawn else x.to(dtype)
 
     for training, graph in zip((True, False), graphs, strict=True):
         try:
@@ -170,7 +172,9 @@ def disagreement(
         except (RuntimeError, TypeError, ValueError) as error:
             if dtype is torch.float64:  # it makes numbers of float32 itself
                 x, dtype = x.float() if x.is_floating_point() else x, torch.float32
-                return disagreement(template, x, dtype=dtype, tolerance=IN_FLOAT32, chunk=chunk, graphs=graphs)
+                return disagreement(
+                    template, x, dtype=dtype, tolerance=IN_FLOAT32, chunk=chunk, graphs=graphs, drawn=drawn
+                )
             raise NoRuleError(f"PyTorch cannot run it: {in_words(error)[:200]}") from error
         found = by_instructions(graph, row, buffers, x, training=training, chunk=chunk)
         for name, a in vars(found).items():

@@ -4,7 +4,7 @@
                 features stay in the cache of a core; threads take the next host when they have finished one
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
-Losses that have no kernel are computed by PyTorch between the two halves of a program; batches that C++ cannot make
+Losses without rules are computed by PyTorch between the two halves of a program; batches that C++ cannot make
 itself come from PyTorch. Results are those of the streamed executor up to rounding, and a host gets the same bits alone
 as among others. Hosts with a blueprint without a rule are run as in the streamed executor.
 """
@@ -25,17 +25,19 @@ from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
+from esper.tolaria.executors.native.losses import CrossEntropy, Loss, TracedLoss, loss_of
 from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
     NOTHING,
     NUM_FIELDS,
     Networks,
-    Space,
     population_spaces,
     structure_codes,
     training_spaces,
 )
+from esper.tolaria.executors.native.program import Space
 from esper.tolaria.executors.native.sequences import pass_keys
+from esper.tolaria.executors.native.trace import NoRuleError
 from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor, train_pass
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
 from esper.tolaria.executors.training import begin_hosts, begin_training, finish_training, gradient_statistics
@@ -43,11 +45,11 @@ from esper.tolaria.executors.training import begin_hosts, begin_training, finish
 _EXAMPLES = 64
 """Examples that are measured at a time, so that the features of a host stay in a core's cache."""
 _CONVERTED = 2**26
-"""Most numbers of a split whose integers are stored as floats."""
+"""Most numbers of a split that are stored in another type."""
 
 
 class Stored(NamedTuple):
-    """Inputs and labels of a split: float32, or bytes with a table; int64. `given`: both before conversion."""
+    """Inputs and labels of a split: float32, or bytes with a table; `Loss.stored`. `given`: both before conversion."""
 
     x: Tensor
     y: Tensor
@@ -69,7 +71,8 @@ class NativeExecutor(NetworkExecutor):
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
         example, _ = examples(data.dataset, 2)
-        self._networks = Networks(self.population, example, data.objective)
+        self._networks = Networks(self.population, example)
+        self._losses: dict[SplitName, Loss | None] = {}
         for split in ("train", "val"):
             self._check_labels(split)
         self.refused = self._networks.refused
@@ -85,7 +88,7 @@ class NativeExecutor(NetworkExecutor):
     def intensity(self) -> float:
         """Multiplications for each number that is read or written, in training a host without seeds."""
         nothing = np.full((self.population.num_slots, NUM_FIELDS), NOTHING, dtype=np.int64)
-        program = self._networks.training(nothing.tobytes())
+        program = self._networks.training(nothing.tobytes(), self._loss("train"))
         return program.products / program.moved
 
     def working_bytes(self) -> int:
@@ -94,14 +97,27 @@ class NativeExecutor(NetworkExecutor):
         if not self._networks.can_run(codes[0]).all():
             return 0
         sets = self.data.coalition_sets()[0]
-        training = self._networks.training(codes[0].tobytes())
-        measuring, _ = self._networks.measuring(codes[1].tobytes(), sets.tobytes(), len(sets))
+        training = self._networks.training(codes[0].tobytes(), self._loss("train"))
+        measuring, _ = self._networks.measuring(codes[1].tobytes(), sets.tobytes(), len(sets), self._loss("val"))
         numbers = self.data.dataset.train.x[0].numel()
         sizes = (training, self.data.batch_train), (measuring, _EXAMPLES)
         return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
+    def _loss(self, split: SplitName) -> Loss | None:
+        """What programs compute of a split; None where PyTorch does, and from the pass on in which it has changed."""
+        if split not in self._losses:
+            objective = self.data.objective if split == "train" else self.data.objectives[split]
+            try:
+                self._losses[split] = loss_of(objective, self._networks.outputs, self.data.dataset.split(split).y)
+            except NoRuleError:
+                self._losses[split] = None
+        loss = self._losses[split]
+        if isinstance(loss, TracedLoss) and not loss.holds():
+            loss = self._losses[split] = None
+        return loss
+
     def _check_labels(self, split: SplitName) -> None:
-        if not self._networks.computes_loss:
+        if not isinstance(self._loss("train"), CrossEntropy):
             return
         (lowest, highest), classes = self.data.label_range(split), self._networks.outputs[-1]
         if lowest < PADDING or highest >= classes:
@@ -126,7 +142,8 @@ class NativeExecutor(NetworkExecutor):
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
         lr_factors = data.lr_factors(t)
         lr_factors = torch.ones(p.num_envs, 1 + p.num_slots) if lr_factors is None else lr_factors.contiguous()
-        work = Workload.of_each([self._networks.training(code.tobytes()) for code in codes[ours]])
+        loss = self._loss("train")
+        work = Workload.of_each([self._networks.training(code.tobytes(), loss) for code in codes[ours]])
         constants = self._networks.constants.tensor()
         spaces = training_spaces(p, alpha, constants, hosts, rows, self._decay, lr_factors)
         totals = torch.zeros(p.num_envs, 3, dtype=torch.float64)
@@ -137,15 +154,15 @@ class NativeExecutor(NetworkExecutor):
             for x_NB, y_NB in batches:
                 totals += torch.stack(train(x_NB, y_NB), dim=1)
                 self._machine.run(step, spaces.of(others), Batch(batch=1))
-        stored, keys = self._as_stored(batches), self._keys(work, ours, len(batches))
+        stored, keys = self._as_stored(batches, loss), self._keys(work, ours, len(batches))
         if keys is not None:
             spaces.rows(Space.KEYS, keys, hosts=ours)
         each = 0 if keys is None else keys.shape[1] // len(batches)
-        if stored is None or not self._networks.computes_loss:
-            self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each)
+        if stored is None or loss is None:
+            self._train_on_batches(batches, work, spaces.of(ours), totals, ours, each, loss)
         else:
             chosen = torch.from_numpy(ours)
-            labels = stored.y if batches.targets is None else batches.targets[chosen]
+            labels = stored.y if batches.targets is None else loss.stored(batches.targets[chosen])
             assert batches.order is not None
             for first, (some, size) in enumerate(_of_equal_size(batches.bounds)):
                 order = batches.order[chosen, some].contiguous()
@@ -176,18 +193,19 @@ class NativeExecutor(NetworkExecutor):
             found[some] = pass_keys(p.moment, p.host_ids[torch.from_numpy(ours[some])], program.masks, batches, most)
         return found
 
-    def _as_stored(self, batches: SharedBatchIterator) -> Stored | None:
+    def _as_stored(self, batches: SharedBatchIterator, loss: Loss | None) -> Stored | None:
         """The examples of a split as C++ reads them; None where PyTorch makes the batches."""
         data, dataset = batches.data, self.data.dataset
         data.require_unchanged()  # integers are stored as floats
         known = type(dataset.augmentation) in (type(None), CropAndFlip) and (dataset.inputs is None) == (
             self._table is None
         )
-        if not known or not data.x.is_contiguous():
+        large = data.y.is_floating_point() and data.y.numel() > _CONVERTED
+        if loss is None or not known or large or not data.x.is_contiguous():
             return None
         key = data.x.data_ptr(), data.y.data_ptr(), len(data)  # splits may share inputs; a step may measure a part
         if key not in self._stored:
-            x, y = data.x, data.y.long().contiguous()
+            x, y = data.x, loss.stored(data.y)
             if self._table is None and x.dtype is not torch.float32:
                 if x.is_floating_point() or x.numel() > _CONVERTED:
                     return None
@@ -196,16 +214,17 @@ class NativeExecutor(NetworkExecutor):
         return self._stored[key]
 
     def _train_on_batches(
-        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int
-    ) -> None:
-        """Train on batches that PyTorch makes, with a loss that it computes where there is no kernel for it."""
+        self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray, keys: int,
+        loss: Loss | None,
+    ) -> None:  # fmt: skip
+        """Train on batches that PyTorch makes; it computes the loss, too, if there is none here."""
         chosen = torch.from_numpy(ours)
         for number, (x_NB, y_NB) in enumerate(batches):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
-            if self._networks.computes_loss:
-                y = y.long()
+            if loss is not None:
+                y = loss.stored(y)
                 spaces.rows(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
                 continue
@@ -241,23 +260,24 @@ class NativeExecutor(NetworkExecutor):
         found = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
         if not ours.size:
             return found
-        measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n])) for n in ours]
+        loss = self._loss(batches.split)
+        measured = [self._networks.measuring(codes[n].tobytes(), sets[n].tobytes(), len(sets[n]), loss) for n in ours]
         work = Workload.of_each([program for program, _ in measured])
         most = max(max(states) for _, states in measured) + 1
         constants = self._networks.constants.tensor()
         spaces = population_spaces(p, alpha, constants).of(ours)
         totals = torch.zeros(len(ours), most, 3, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        stored = self._as_stored(batches)
-        if stored is None or not self._networks.computes_loss:
+        stored = self._as_stored(batches, loss)
+        if stored is None or loss is None:
             distinct = [max(states) + 1 for _, states in measured]
-            self._measure_batches(batches, work, spaces, totals, ours, distinct)
+            self._measure_batches(batches, work, spaces, totals, ours, distinct, loss)
         else:
             own, labels, order = torch.from_numpy(ours), stored.y, None
             if batches.chosen is not None:
-                labels, order = batches.chosen.target[own], batches.chosen.index[own]
+                labels, order = loss.stored(batches.chosen.target[own]), batches.chosen.index[own]
             given = Examples(
-                stored.x, labels, order, _EXAMPLES, padded=True, table=self._table, own_labels=order is not None
+                stored.x, labels, order, _EXAMPLES, padded=loss.pads, table=self._table, own_labels=order is not None
             )
             self._machine.run_batches(work, spaces, given)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
@@ -271,11 +291,11 @@ class NativeExecutor(NetworkExecutor):
 
     def _measure_batches(
         self, batches: SharedBatchIterator, work: Workload, spaces: Spaces, totals: Tensor, ours: np.ndarray,
-        distinct: list[int],
+        distinct: list[int], loss: Loss | None,
     ) -> None:  # fmt: skip
         """Measure the distinct states of each host on batches that PyTorch makes.
 
-        PyTorch computes the scores where there is no kernel for them.
+        It computes the scores, too, if there is no loss here.
         """
         objective, chosen = self.data.objectives[batches.split], torch.from_numpy(ours)
         for x, y in batches:
@@ -285,8 +305,8 @@ class NativeExecutor(NetworkExecutor):
             place = spaces.rows if each else spaces.share
             place(Space.INPUTS, x)
             batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
-            if self._networks.computes_loss:
-                y = y.long().contiguous()
+            if loss is not None:
+                y = loss.stored(y)
                 place(Space.LABELS, y)
                 self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
                 continue

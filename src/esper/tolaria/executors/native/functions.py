@@ -168,11 +168,11 @@ rule("_log_softmax.default")(partial(softmax, log=True))
 # -- extremes and other statistics -------------------------------------------------------------------------------------
 
 
-_LARGEST, _SMALLEST, _LOG_SUM = range(3)
+LARGEST, SMALLEST, _LOG_SUM = range(3)
 """Kinds of REDUCE."""
 
 
-def _reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind: int, first: bool = False) -> Value:
+def reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind: int, first: bool = False) -> Value:
     """Over axes that follow each other."""
     x = low.value(x)
     gone = axes_of(x, dim)
@@ -197,20 +197,20 @@ def _reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, ki
 
 def _with_place(low: Lowering, x: Any, dim: int, keepdim: bool = False, *, kind: int) -> tuple[Value, None]:
     """Also where the extreme is, which nobody may read; the gradient belongs to the first of equal ones."""
-    return _reduce(low, x, dim, keepdim, kind=kind, first=True), None
+    return reduce(low, x, dim, keepdim, kind=kind, first=True), None
 
 
 def _of_two(low: Lowering, a: Any, b: Any, *, kind: int) -> Value:
     a, b, like = broadcast(low, low.value(a), low.value(b))
     both = [RULES[aten.unsqueeze.default](low, RULES[aten.expand.default](low, x, like.shape), 0) for x in (a, b)]
-    return _reduce(low, cat(low, both, 0), 0, kind=kind)
+    return reduce(low, cat(low, both, 0), 0, kind=kind)
 
 
-for _short, _long, _kind in (("max", "maximum", _LARGEST), ("min", "minimum", _SMALLEST)):
-    rule(f"a{_short}.default")(partial(_reduce, kind=_kind))
+for _short, _long, _kind in (("max", "maximum", LARGEST), ("min", "minimum", SMALLEST)):
+    rule(f"a{_short}.default")(partial(reduce, kind=_kind))
     rule(f"{_short}.dim")(partial(_with_place, kind=_kind))
     rule(f"{_long}.default", f"{_short}.other")(partial(_of_two, kind=_kind))
-rule("logsumexp.default")(partial(_reduce, kind=_LOG_SUM))
+rule("logsumexp.default")(partial(reduce, kind=_LOG_SUM))
 
 
 @rule("linalg_vector_norm.default")

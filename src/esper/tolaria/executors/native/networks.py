@@ -26,25 +26,15 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec, SGDState
 from esper.kasmina.parameters.population import Kind, Population, TrainingCopy, once, outputs_of_host
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Algorithm, HostFamily
-from esper.leyline.objective import Objective
-from esper.tasks.losses import Classification, NextToken
 from esper.tolaria.executors.native.compare import disagreement
+from esper.tolaria.executors.native.losses import Loss
 from esper.tolaria.executors.native.lowering import Constants, Lowering, State, Value, Weight, run_graph
 from esper.tolaria.executors.native.machine import Spaces, cached_library
-from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Program, Rows, Space
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.training import TrainedRows, trained_mask
 
-Space = IntEnum(
-    "Space",
-    "INPUTS LABELS OUTPUTS OUT_GRADS IN_GRADS KEYS TOTALS CONSTANTS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS "
-    "HOST_BUFFERS DECAY RATE",
-    start=NUM_WORKING,
-)
-"""Spaces of a host besides the working memory. TOTALS: for each state of the network three float64, the sums of the
-losses, of correct answers, and of labels that count. DECAY: mask of the host's weights that decay. RATE: factor of the
-learning rates. OUTPUTS and OUT_GRADS: of a batch, for a loss that PyTorch computes. KEYS: of masks of dropout."""
 SlotSpace = IntEnum(
     "SlotSpace",
     "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS SEED_BUFFERS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS "
@@ -181,19 +171,16 @@ class Networks:
 
     Attributes:
         refused: each blueprint without a rule in some slot, and the reason. constants: numbers that all hosts share.
-        outputs: shape of those of one example. computes_loss: whether programs compute the loss; else PyTorch does.
+        outputs: shape of those of one example.
 
     Raises:
         ConfigError: the host has no rule.
     """
 
-    def __init__(self, population: Population, example: Tensor, objective: Objective) -> None:
+    def __init__(self, population: Population, example: Tensor) -> None:
         p = self._population = population
         self._points, self._inputs = p.points, tuple(example.shape[1:])
         self.outputs = tuple(outputs_of_host(p.host_kind, example).shape[1:])
-        positions = {Classification: 0, NextToken: 1}.get(type(objective))
-        self.computes_loss = positions is not None and len(self.outputs) == positions + 1
-        self._smoothing = getattr(objective, "label_smoothing", 0.0)
         self._optimizer: OptimizerSpec = p.optimizer_spec
         self.constants = Constants(Space.CONSTANTS)
         with ThreadPoolExecutor(2) as pool:  # they are compiled side by side, if they are not yet
@@ -237,23 +224,21 @@ class Networks:
         slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
         return Lowering(Assembler(trainable), trainable, self.constants, slot)
 
-    def _write_training(self, code: bytes) -> Program:
-        """The program that trains a host of this structure, [S, 5] as bytes."""
+    def _write_training(self, code: bytes, loss: Loss | None) -> Program:
+        """The program that trains a host of this structure, [S, 5] as bytes. No loss: PyTorch computes it."""
         low, seeds = self._lowering(trainable=True), self._active(code)
         self._clear(low, seeds)
         (outputs,) = self._forward(low, seeds, [frozenset(seeds)])
-        if self.computes_loss:
-            grad = low.rows(outputs.size) if outputs.needs else None
-            self._loss(low, outputs, 0, grad)
+        if loss is not None:
+            loss.write(low, [outputs])
         else:
             low.emit(Operation.STORE, outputs.rows, Place(Space.OUTPUTS, 0, outputs.size), sizes=(outputs.size,) * 2)
             low.a.barrier()
-            grad = low.rows(outputs.size) if outputs.needs else None
-            if grad is not None:
+            if outputs.needs:
+                grad = low.rows(outputs.size)
                 low.emit(Operation.LOAD, Place(Space.OUT_GRADS, 0, outputs.size), grad, sizes=(outputs.size,))
-        if grad is not None:
-            low.give(outputs, grad)
-            low.backward()
+                low.give(outputs, grad)
+        low.backward()
         self._step(low, seeds)
         return low.a.program(low.masks)
 
@@ -263,7 +248,9 @@ class Networks:
         self._step(low, self._active(code))
         return low.a.program()
 
-    def _write_measuring(self, code: bytes, sets: bytes, count: int) -> tuple[Program, tuple[int, ...]]:
+    def _write_measuring(
+        self, code: bytes, sets: bytes, count: int, loss: Loss | None
+    ) -> tuple[Program, tuple[int, ...]]:
         """The program that measures it in coalitions, [count, S] bool as bytes; the state of each coalition."""
         low, seeds = self._lowering(trainable=False), self._active(code)
         rows = np.frombuffer(sets, dtype=np.bool_).reshape(count, -1).tolist()
@@ -276,10 +263,10 @@ class Networks:
         outputs = self._forward(low, seeds, states)
         distinct = list(dict.fromkeys(outputs))
         state_of = {id(value): k for k, value in enumerate(distinct)}
-        for k, value in enumerate(distinct):
-            if self.computes_loss:
-                self._loss(low, value, k, None)
-            else:
+        if loss is not None:
+            loss.write(low, distinct)
+        else:
+            for k, value in enumerate(distinct):
                 place = Place(Space.OUTPUTS, k * value.size, value.size)
                 low.emit(Operation.STORE, value.rows, place, sizes=(value.size, len(distinct) * value.size))
         return low.a.program(), tuple(state_of[id(value)] for value in outputs)
@@ -295,18 +282,6 @@ class Networks:
         if not all(value.leads for value in outputs):
             raise NoRuleError("outputs whose first axis is not that of the examples")
         return outputs
-
-    def _loss(self, low: Lowering, logits: Value, state: int, grad: Rows | None) -> None:
-        *positions, classes = logits.features
-        count = int(np.prod(positions))
-        operands = logits.rows, Place(Space.LABELS, 0, count), Place(Space.TOTALS, 3 * state, 3), grad
-        low.emit(
-            Operation.CROSS_ENTROPY,
-            *operands,
-            low.rows(3),
-            sizes=(classes, count),
-            numbers=(self._smoothing if low.trainable else 0.0,),
-        )
 
     def _clear(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
         for space, count in self._rows(seeds):

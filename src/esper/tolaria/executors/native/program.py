@@ -7,7 +7,7 @@ of a host's spaces. Spaces get their addresses when a program runs, so hosts of 
     LOCAL     those that no other chunk's turn separates, so that all chunks use the same memory
     NUMBERS   single numbers, such as the statistics of a batch norm
     SCRATCH   numbers that one instruction alone uses
-    others    weights, gradients, buffers, a batch: see `networks.Space`
+    others    weights, gradients, buffers, a batch: see `Space`
 """
 
 import math
@@ -40,7 +40,8 @@ Operation = IntEnum(
     "ACTIVATE ACTIVATE_BACKWARD PRELU PRELU_BACKWARD SOFTMAX SOFTMAX_BACKWARD REDUCE REDUCE_BACKWARD "
     "MAX_POOL MAX_POOL_BACKWARD AVERAGE_POOL AVERAGE_POOL_BACKWARD RESIZE RESIZE_BACKWARD "
     "EMBED EMBED_WEIGHT_GRAD ATTEND ATTEND_BACKWARD PRODUCT RUNNING_SUM SELECT COMPARE DROP "
-    "CLEAR LOAD STORE BARRIER COPY FILL COMBINE AFFINE SUM SPREAD SPREAD_BACKWARD BLEND BLEND_BACKWARD CROSS_ENTROPY "
+    "CLEAR LOAD LOAD_TARGETS STORE BARRIER COPY FILL COMBINE AFFINE SUM SPREAD SPREAD_BACKWARD BLEND BLEND_BACKWARD "
+    "CROSS_ENTROPY ADD_SCORES "
     "SQUARE_NORM CLIP SGD ADAMW",
     start=0,
 )
@@ -66,6 +67,16 @@ class Rows(NamedTuple):
 
 
 ROWS, LOCAL, NUMBERS, SCRATCH, NUM_WORKING = range(5)
+Space = IntEnum(
+    "Space",
+    "INPUTS LABELS OUTPUTS OUT_GRADS IN_GRADS KEYS TOTALS CONSTANTS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS "
+    "HOST_BUFFERS DECAY RATE",
+    start=NUM_WORKING,
+)
+"""Spaces of a host besides the working memory. LABELS: those of each example, or its targets. TOTALS: for each state of
+the network three float64, the sums of the losses, of the scores such as correct answers, and of what counts. DECAY:
+mask of the host's weights that decay. RATE: factor of the learning rates. OUTPUTS and OUT_GRADS: of a batch, for a loss
+that PyTorch computes. KEYS: of masks of dropout."""
 _HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD, Operation.BARRIER)
 """Operations that a chunk begins, and ends only when all chunks have begun it."""
 _PRODUCTS_OF_MOVE = 8

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
-from esper.tolaria.executors.native.functions import softmax
+from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce, softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
@@ -27,6 +27,7 @@ from esper.tolaria.executors.native.rules import (
     permute,
     reshaped,
     squeeze,
+    sub,
     total,
     transpose,
     unsqueeze,
@@ -132,15 +133,15 @@ def _written_out(low: Lowering, q: Value, k: Value, v: Value, mask: Any, causal:
     """Attention by a product, softmax, and another product."""
     scores = mul(low, matmul(low, q, transpose(low, k, -1, -2)), scale)
     if causal:
-        scores = _select(low, torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), scores, -math.inf)
+        scores = select(low, torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), scores, -math.inf)
     if isinstance(mask, Mask) or (isinstance(mask, Tensor) and mask.dtype == torch.bool):
-        scores = _select(low, mask, scores, -math.inf)
+        scores = select(low, mask, scores, -math.inf)
     elif mask is not None:
         scores = add(low, scores, mask)
     weights = softmax(low, scores, -1)
     if mask is not None:  # a query without keys gets zeros
-        seen = total(low, _compare(low, scores, -math.inf, 1), -1, True, mean=False)
-        weights = _select(low, _compare(low, seen, 0.0, 0), 0.0, weights)
+        seen = total(low, compare(low, scores, -math.inf, 1), -1, True, mean=False)
+        weights = select(low, compare(low, seen, 0.0, 0), 0.0, weights)
     return matmul(low, weights, v)
 
 
@@ -344,7 +345,7 @@ def cumsum(low: Lowering, x: Any, dim: int, *, dtype: torch.dtype | None = None)
     )
 
 
-def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
+def select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     """`a` where a mask is True, else `b`; one of them may be a number."""
     if not isinstance(mask, Tensor | Mask):
         raise low.refuse("a mask that is no comparison")
@@ -379,7 +380,7 @@ def _select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
     return low.result(y, backward, *values)
 
 
-rule("where.self", "where.ScalarOther", "where.ScalarSelf")(_select)
+rule("where.self", "where.ScalarOther", "where.ScalarSelf")(select)
 
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
@@ -388,10 +389,10 @@ def masked_fill(low: Lowering, x: Any, mask: Any, value: Any) -> Value:
     number = low.number(value)
     if number is None:
         raise low.refuse("a number that is computed in the forward pass")
-    return _select(low, mask, number, low.value(x))
+    return select(low, mask, number, low.value(x))
 
 
-def _compare(low: Lowering, a: Any, b: Any, kind: int) -> Mask:
+def compare(low: Lowering, a: Any, b: Any, kind: int) -> Mask:
     """1 or 0: whether `a` is equal to, not equal to, less than, at most, greater than or at least `b`."""
     number = low.number(b)
     *given, like = broadcast(low, low.value(a), *([] if number is not None else [low.value(b)]))
@@ -403,7 +404,31 @@ def _compare(low: Lowering, a: Any, b: Any, kind: int) -> Mask:
 
 
 for _kind, _name in enumerate(("eq", "ne", "lt", "le", "gt", "ge")):
-    rule(f"{_name}.Scalar", f"{_name}.Tensor")(partial(_compare, kind=_kind))
+    rule(f"{_name}.Scalar", f"{_name}.Tensor")(partial(compare, kind=_kind))
+
+
+@rule("isfinite.default")
+def isfinite(low: Lowering, x: Any) -> Mask:
+    """Where a number is neither infinite nor NaN: there alone the difference to itself is 0."""
+    x = low.value(x)
+    return compare(low, sub(low, x, x), 0.0, 0)
+
+
+@rule("all.dim", "all.dims")
+def every(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind: int = SMALLEST) -> Value:
+    """Whether a mask is True everywhere along an axis."""
+    if not isinstance(x, Mask):
+        raise low.refuse("a mask that is no comparison")
+    return reduce(low, x, dim, keepdim, kind=kind)
+
+
+rule("any.dim", "any.dims")(partial(every, kind=LARGEST))
+
+
+@rule_of(torch.ops.esper.whole.default)
+def whole(low: Lowering, x: Any) -> Value:
+    """Integers, which rows hold as they are; they have no gradient."""
+    return replace(low.value(x), needs=False)
 
 
 @rule("bitwise_not.default", "logical_not.default")
@@ -411,7 +436,7 @@ def negated(low: Lowering, x: Any) -> Value:
     """Where a mask is False."""
     if not isinstance(x, Mask):
         raise low.refuse("a mask that is no comparison")
-    return _compare(low, x, 0.0, 0)
+    return compare(low, x, 0.0, 0)
 
 
 @rule("full_like.default")

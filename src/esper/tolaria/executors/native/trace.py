@@ -3,8 +3,8 @@
     module --> make_fx --> graph of aten operations on (row of parameters, row of buffers, inputs)
 
 Trained weights are slices of one flat row, so tied weights and modules that are used twice need no rule. A slot is the
-operation `esper.slot`, a dropout `esper.dropout`. Operations on constants alone are computed here. Then parts of the
-graph that one kernel computes at once are joined (`fusions`).
+operation `esper.slot`, a dropout `esper.dropout`, targets as integers `esper.whole`. Operations on constants alone are
+computed here. Then parts of the graph that one kernel computes at once are joined (`fusions`).
 """
 
 import math
@@ -31,6 +31,7 @@ BATCH: Final = 5
 _library = torch.library.Library("esper", "FRAGMENT")
 for _schema, _meaning in (
     ("slot(str name, Tensor x) -> Tensor", lambda name, x: x.clone()),
+    ("whole(Tensor x) -> Tensor", lambda x: x.long()),
     ("dropout(Tensor x, float p, bool channels) -> Tensor", lambda x, p, channels: x.clone()),
     ("dropped_attention(Tensor q, Tensor k, Tensor v, float p) -> Tensor", lambda q, k, v, p: v.clone()),
 ):
@@ -49,13 +50,15 @@ _COMPOSED: Final = (
     aten.chunk.default, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand_as.default,
     aten.relu6.default, aten.relu6_.default, aten.selu.default, aten.selu_.default, aten.softmax.int,
     aten.log_softmax.int, aten.var.dim, aten.std.dim, aten.var_mean.dim, aten.native_channel_shuffle.default,
-    aten.tensor_split.sections,
+    aten.tensor_split.sections, aten.broadcast_tensors.default, aten.l1_loss.default, aten.cross_entropy_loss.default,
+    aten.poisson_nll_loss.default,
 )  # fmt: skip
 _WRITTEN_OUT: Final[dict[Any, Callable[..., Any]]] = {
     **{operation: operation.decompose for operation in _COMPOSED},
     **get_decompositions([
         aten.rsub, aten.clamp_min, aten.clamp_min_, aten.clamp_max, aten.clamp_max_, aten.norm, aten.pixel_shuffle,
         aten.pixel_unshuffle, aten.channel_shuffle, aten.glu, aten.tril, aten.triu,
+        aten.mse_loss, aten.huber_loss, aten.smooth_l1_loss, aten.binary_cross_entropy_with_logits,
     ]),
 }  # fmt: skip
 """Operations that PyTorch itself traces as others, which have rules."""
@@ -159,8 +162,14 @@ def constant(tensor: Tensor) -> Tensor:
 
 
 def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
-    """Compute what depends on constants alone."""
+    """Compute what depends on constants alone, and leave out conversions to the type that a tensor has."""
     for node in list(graph.nodes):
+        if node.target is aten.detach_.default and node.args[0].target is constant:  # of torch.tensor([...])
+            node.target = aten.detach.default
+        if node.target is aten.to.dtype and node.args[0].meta["val"].dtype is node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
         if node.op == "get_attr":
             value: Any = owner
             for name in str(node.target).split("."):

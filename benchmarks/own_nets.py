@@ -221,5 +221,5 @@ class LSTM(nn.Module):
 
 
 def pixel_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy of the pixels of each example [B]."""
-    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(dim=(1, 2, 3))
+    """Binary cross-entropy of the pixels or numbers of each example [B]."""
+    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").flatten(1).mean(dim=1)

@@ -142,6 +142,10 @@ def cases() -> list[Case]:
                 draws=dropout > 0,
             ))  # fmt: skip
     found.append(Case(
+        name="MLP 64-128-128-64, own loss, batch 32", model=partial(MLP, (64, 128, 128, 64)), slots=("layers.0",),
+        objective=Custom(loss=pixel_loss, blind_loss=math.log(2)), x=(64,), batch=32, hosts=64,
+    ))  # fmt: skip
+    found.append(Case(
         name="U-Net, own loss, batch 32", model=UNet, slots=("down1", "middle"),
         objective=Custom(loss=pixel_loss, blind_loss=math.log(2)), x=(1, 32, 32), batch=32,
     ))  # fmt: skip

@@ -155,7 +155,7 @@ def _results(counts: str) -> tuple[Column, ...]:
         Column("growth", "DOUBLE", "", "(host + fossilized parameters) / host parameters"),
         Column("shaped_return", "DOUBLE", "", "sum of the rewards"),
         Column("germinated", counts, "", "seeds that germinated"),
-        Column("pruned", counts, "", "seeds that were pruned"),
+        Column("pruned", counts, "", "seeds that were pruned; one that fades out when it is gone"),
         Column("fossilized", counts, "", "seeds that were fossilized"),
         Column("contributing", counts, "", "fossilized seeds that improve the network"),
         Column("refused", counts, "", "operations without effect"),
@@ -163,7 +163,11 @@ def _results(counts: str) -> tuple[Column, ...]:
     )
 
 
-_OPS = tuple(Column(f"ops_{op.lower()}", "INTEGER", "", f"{op} operations that took effect") for op in OP_NAMES)
+_FADES = {"PRUNE": "; a seed that fades out counts when it begins to"}
+_OPS = tuple(
+    Column(f"ops_{op.lower()}", "INTEGER", "", f"{op} operations that took effect{_FADES.get(op, '')}")
+    for op in OP_NAMES
+)
 
 ROUNDS = Table(
     "rounds",

@@ -32,6 +32,7 @@ MAY_DRAW = {
     "kasmina/parameters/initialization.py": "replays the draws of a constructor, to see whether it has drawn others",
     "kasmina/parameters/stacking.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/compare.py": "tries a graph on a module, with a generator of its own",
+    "tolaria/executors/native/losses.py": "tries a loss, with a generator of its own",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {

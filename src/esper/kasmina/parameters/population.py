@@ -231,7 +231,7 @@ def host_kind(host: Host, device: torch.device) -> Kind:
     builds = build_twice(build)
     check_shared(builds.module, builds.other)
     template = Template(prepared(host).to(device), global_rng=host.global_rng)
-    return Kind("host", template, build, type(host), *_start(builds, {}, device))
+    return _kind("host", template, build, type(host), _start(builds, {}), device)
 
 
 def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
@@ -240,11 +240,8 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
     def build() -> nn.Module:
         return GateNetwork(channels, causal)
 
-    def find() -> Kind:
-        template = Template(deterministic_build(build).to(device))
-        return Kind("gate", template, build, GateNetwork, *_start(build_twice(build), {}, device))
-
-    return once(GateNetwork, (channels,), f"gates {causal} {device}", find)
+    start = once(GateNetwork, (channels,), f"start {causal}", lambda: _start(build_twice(build), {}))
+    return _kind("gate", Template(deterministic_build(build).to(device)), build, GateNetwork, start, device)
 
 
 def seed_kind(
@@ -261,15 +258,24 @@ def seed_kind(
     def build() -> nn.Module:
         return prepared(blueprint.build(channels))
 
-    def find() -> Kind:
+    def find() -> tuple[_Start, bool]:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
-        start = _start(builds, blueprint.init, device)
-        global_rng = _check_seed(blueprint.name, build, features, rows)
-        template = Template(deterministic_build(build).to(device), global_rng=global_rng)
-        return Kind(blueprint.name, template, build, blueprint, *start)
+        return _start(builds, blueprint.init), _check_seed(blueprint.name, build, features, rows)
 
-    return once(blueprint, features, f"seeds {channels} {rows} {device}", find)
+    start, global_rng = once(blueprint, features, f"start {rows}", find)
+    template = Template(deterministic_build(build).to(device), global_rng=global_rng)
+    return _kind(blueprint.name, template, build, blueprint, start, device)
+
+
+_Start = tuple[InitTable, Tensor, bool]
+"""Initial weights and buffers of a kind, and whether some come from a module built for each host."""
+
+
+def _kind(name: str, template: Template, build: Build, source: object, start: _Start, device: torch.device) -> Kind:
+    """A kind whose template is its own, because an executor may change it."""
+    table, buffers, rebuilt = start
+    return Kind(name, template, build, source, tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt)
 
 
 def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
@@ -395,12 +401,11 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
         return outputs, used()
 
 
-def _start(builds: Builds, init: Mapping[str, float], device: torch.device) -> tuple[InitTable, Tensor, bool]:
-    """Initial weights and buffers of a kind, and whether some come from a module built for each host."""
+def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
     table = init_table(builds, parameter_layout(builds.module), init)
     buffers, drawn = _buffers(builds.module, builds.other)
     rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
-    return tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt
+    return table, buffers, rebuilt
 
 
 def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:

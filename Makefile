@@ -73,8 +73,11 @@ SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/ka
 test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype $(SHAPES) $(ARGS)
 
+# the tests of a file there share one long run
+LONG := tests/learning tests/simic
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) -m slow -n 2 --dist loadfile $(LONG) $(ARGS)
+	$(PYTEST) -m slow -n 2 $(addprefix --ignore ,$(LONG)) $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)

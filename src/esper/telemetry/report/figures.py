@@ -113,7 +113,7 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     label_axes(
         ax,
         f"Validation {unit} by FLOPs",
-        "FLOPs spent on each candidate, one line each; the strong ones are kept, as of the dot",
+        "FLOPs spent on each candidate, one line each; the dot is what is kept",
     )
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:

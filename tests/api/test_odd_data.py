@@ -199,7 +199,7 @@ REFUSED = {
     "label above the classes": ({"train": (X, Y + 1)}, r"train.y\[\d+\] is 3, expected 0..2"),
     "huge label": ({"train": (X, Y + 10**12)}, r"is 100000000000\d, expected 0..2"),
     "labels of floats": ({"train": (X, Y.float())}, "targets .* do not fit the outputs .*; give classes"),
-    "labels that are NaN": ({"train": (X, Y * NAN)}, "train.y.0. is NaN or infinite .*; remove or replace them"),
+    "labels that are NaN": ({"train": (X, Y * NAN)}, "train.y.0. is NaN or infinite .*; remove or replace such values"),
     "validation labels above": ({"val": (VAL[0], VAL[1] + 5)}, r"val.y\[0\] is 5, expected 0..2"),
     "inputs that are NaN": ({"train": (X * NAN, Y)}, "train.x.0. is NaN or infinite"),
     "infinite inputs": ({"train": (X + INF, Y)}, "train.x.0. is NaN or infinite"),

@@ -157,6 +157,19 @@ def test_what_cannot_be_compared_is_refused(arguments: list[str], said: str, cap
     assert "Traceback" not in error
 
 
+def test_a_budget_below_the_host_alone_is_refused_before_it_is_trained_if_that_is_known(
+    tmp_path: Path, outcomes: list[Outcome], capfd: pytest.CaptureFixture[str]
+) -> None:
+    cost = outcomes[0].cost
+    training = float(cost.training.sum(axis=0).mean())
+    assert training < spent(outcomes[0])
+    for budget, stored in ((0.99 * training, 0), (0.5 * (training + spent(outcomes[0])), 1)):
+        out = tmp_path / str(stored)
+        assert main(["evaluate", "random", *SIZE, "--flops-per-host", str(budget), "--out", str(out)]) == 2
+        assert "but the host alone takes" in capfd.readouterr().err
+        assert sum(path.suffix == ".npz" for path in out.rglob("*")) == stored
+
+
 def test_a_controller_that_spends_more_in_one_run_is_left_out_with_a_sentence(
     tmp_path: Path, outcomes: list[Outcome]
 ) -> None:

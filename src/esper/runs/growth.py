@@ -979,7 +979,7 @@ class Growth:
         given, halved = self._config.batch_train, ""
         if self.batch < given:
             halved = f", batches of {self.batch} instead of {given} examples, because the budget holds few"
-        planned_again = ", planned again as the steps take their time" if self.budget.minutes else ""
+        planned_again = ", planned again where steps take longer or shorter" if self.budget.minutes else ""
         return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}{halved}{planned_again}"
 
     @property

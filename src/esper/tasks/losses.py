@@ -275,8 +275,7 @@ def without_mean(loss: PerExample, targets: Tensor) -> PerExample:
             raise ConfigError(
                 f"{name} with {found}= divides by what a whole batch counts, so that the loss of one example depends "
                 "on the others; divide by the number of examples: loss=lambda o, y: "
-                f"{name.lower().removesuffix('loss')}(o, y).reshape(len(o), -1).mean(dim=1), where "
-                f"{name.lower().removesuffix('loss')} = nn.{name}(..., reduction='none')."
+                f"each(o, y).reshape(len(o), -1).mean(dim=1), where each = nn.{name}(..., reduction='none')."
             )
     alone = copy.copy(loss)
     alone.reduction = "none"  # type: ignore[attr-defined]
@@ -348,11 +347,8 @@ def points_of_guessing(objective: Objective, targets: Tensor) -> float | None:
     if isinstance(objective, Classification | NextToken):
         counts = targets[targets != PADDING].flatten().long().bincount()
         return 100.0 * float(counts.max() / counts.sum()) if counts.numel() else None
-    return (
-        0.0
-        if isinstance(objective, MeanSquaredError) or (isinstance(objective, Custom) and not objective.metric)
-        else None
-    )
+    by_loss = isinstance(objective, Custom) and objective.metric is None
+    return 0.0 if by_loss or isinstance(objective, MeanSquaredError) else None
 
 
 def perplexity(objective: Objective, loss: float) -> float | None:

@@ -321,6 +321,16 @@ def _with_plans(baselines: Sequence[str], config: RunConfig) -> tuple[tuple[str,
     return names, read_plans(path, config.task, config.episode_length)
 
 
+def _require_budget(budget: float, costs: Sequence[float]) -> None:
+    """Raise ConfigError for a budget below the mean of what hosts cost without seeds, at least."""
+    least = float(np.mean(costs))
+    if budget < least:
+        raise ConfigError(
+            f"{option('flops_per_host')} is {short(budget)}, but the host alone takes {short(least)} FLOPs or more to "
+            f"be trained and measured; give at least {least:.3g}, or shorten the episode."
+        )
+
+
 def _label(name: str, entries: Sequence[Entry], budget: float) -> str:
     """What the last entry is, or that there is none."""
     if entries:
@@ -464,13 +474,9 @@ class _Session:
         return data_label(dataset.identity) if dataset else "none"
 
     def require_plain_run(self, budget: float) -> None:
-        """Raise ConfigError, before anything is trained, for a budget that does not pay for the host alone."""
-        least = float(np.mean([place.meter([Architecture()]).of_structures[0] for place in self._places]))
-        if budget < least:
-            raise ConfigError(
-                f"{option('flops_per_host')} is {short(budget)}, but the host alone takes {short(least)} FLOPs to be "
-                f"trained; give at least {least:.3g} and something to measure, or shorten the episode."
-            )
+        """Raise ConfigError for a budget that does not pay for the host alone; if possible, before it is trained."""
+        _require_budget(budget, [place.meter([Architecture()]).of_structures[0] for place in self._places])
+        _require_budget(budget, [spent(outcome) for outcome in self.alone([REFERENCE])[REFERENCE]])
 
     def alone(self, names: Sequence[str]) -> dict[str, list[Outcome]]:
         """The outcomes of each controller, one per group, also of the trained one."""

@@ -395,8 +395,10 @@ def check_finite(place: str, values: Tensor) -> None:
         raise DataError(f"{place} holds numbers of 2**63 or more, which int64 does not hold; give smaller ones.")
     if values.is_floating_point() and not values.isfinite().all():
         bad = (~values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else ~values.isfinite()).nonzero().flatten()
-        way_out = f", and {len(bad) - 1} more; remove or replace them" if len(bad) > 1 else "; remove or replace it"
-        raise DataError(f"{place}[{int(bad[0])}] is NaN or infinite (as float32){way_out}.")
+        others = f", and {len(bad) - 1} more" * (len(bad) > 1)
+        raise DataError(
+            f"{place}[{int(bad[0])}] is NaN or infinite (as float32){others}; remove or replace such values."
+        )
 
 
 def _inputs(place: str, x: Tensor, inputs: Inputs | None) -> Tensor:

@@ -405,7 +405,7 @@ WRONG = [
         "CrossEntropyLoss with weight= divides by what a whole batch counts, so that the loss of one example depends",
     ),
     (
-        {"loss": nn.CrossEntropyLoss(ignore_index=0)},
+        {"train": (X, Y.clamp(min=1)), "val": (X, Y), "loss": nn.CrossEntropyLoss(ignore_index=0)},
         "CrossEntropyLoss with ignore_index= divides by what a whole batch",
     ),
     ({"loss": OwnWeights()}, "the loss OwnWeights has parameters of its own, which are not trained; let the network"),

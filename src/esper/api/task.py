@@ -237,6 +237,9 @@ class Task:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
         given = _with_targets(given, found.shape[1:], classes=loss is None)
+        if loss is not None:
+            for of in given.values():
+                without_mean(loss, of.y)  # refuses what another split alone leaves out
         objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
         if isinstance(objective, Classification) and bool((found >= 0).all() and (found.sum(1) - 1).abs().max() < 1e-4):
             warnings.warn(

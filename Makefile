@@ -19,7 +19,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 ARGS ?=
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# compiled files are kept, whatever the environment says: each process that a test starts would compile esper anew
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
 .PHONY: setup train controller learn pretrained test test-shapes test-slow test-compiled test-gpu check bench results
 

@@ -34,7 +34,7 @@ from esper.leyline.messages import RewardInputs
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
-from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
+from esper.simic.rewards import REWARD_TERMS, make_reward
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import canonical_action
@@ -43,7 +43,7 @@ from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import register_task, task_by_name
 from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SKY, VIOLET, label_axes
 from esper.telemetry.report.figures import STAGES as LIVE_STAGES
-from recorded_reward import RecordedReward
+from recorded_reward import RecordedReward, breakdowns
 
 assert _presets
 COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SKY, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}
@@ -100,7 +100,7 @@ def play() -> Episode:
     _play("basic_plus", paid)
     for mode in (mode for mode in COLORS if mode not in paid):
         config = resolve({"task": "null_pairs", "reward": {"mode": mode}}).reward
-        paid[mode] = _pay(seen, config)
+        paid[mode] = breakdowns(seen, config)[1][:, 0]
     return Episode(seen, paid)
 
 
@@ -113,18 +113,6 @@ def _play(mode: str, paid: dict[str, np.ndarray]) -> Sequence[RewardInputs]:
     engine.rollout(client)
     paid[mode] = torch.stack(reward.paid)[:, 0].numpy()
     return reward.seen
-
-
-def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
-    """The breakdown of another mode for the same episode."""
-    reward = make_reward(config.mode, config)
-    state = reward.initial_state(1, seen[0].slots.stage.shape[1], len(seen), torch.device("cpu"))
-    rows = []
-    for inputs in seen:
-        paid, state = reward.step(inputs, state)
-        rows.append(paid.breakdown[0])
-    values: np.ndarray = torch.stack(rows).to(torch.float64).numpy()
-    return values
 
 
 def accuracy(ax: Axes, played: Episode) -> None:

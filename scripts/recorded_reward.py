@@ -1,12 +1,15 @@
-"""A reward that records its breakdowns, for scripts that explain an episode."""
+"""A reward that records its inputs, and what any mode pays for them, for scripts that explain an episode."""
 
 from collections.abc import Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from esper.leyline.messages import RewardInputs, RewardOutput, RewardProtocol
+from esper.simic.rewards import make_reward
+from esper.simic.rewards.reward_config import RewardConfig
 
 
 @final
@@ -42,3 +45,15 @@ class RecordedReward:
     def reset_hosts(self, state: Any, mask: Tensor) -> Any:
         """See `RewardProtocol`."""
         return self._reward.reset_hosts(state, mask)
+
+
+def breakdowns(seen: Sequence[RewardInputs], config: RewardConfig) -> tuple[Sequence[str], np.ndarray]:
+    """Names of the terms, and the breakdown [T, N, M] that a mode pays for the inputs of an episode."""
+    reward = make_reward(config.mode, config)
+    stage = seen[0].slots.stage
+    state = reward.initial_state(*stage.shape, len(seen), stage.device)
+    paid_T = []
+    for inputs in seen:
+        paid, state = reward.step(inputs, state)
+        paid_T.append(paid.breakdown.to(torch.float64))
+    return reward.terms, torch.stack(paid_T).cpu().numpy()

@@ -56,9 +56,8 @@ def test_on_one_rank(check, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_on_ranks_of_torchrun(ranks):
-    printed = torchrun(ranks, ROOT / "tests" / "fsdp_ranks.py", 400)
+def test_on_three_ranks_of_torchrun():
+    printed = torchrun(3, ROOT / "tests" / "fsdp_ranks.py", 400)  # whose shares of a batch differ
     assert printed.split() == [check.__name__ for check in fsdp_ranks.CHECKS]
 
 

@@ -350,7 +350,7 @@ def test_a_stacked_resnet_gives_each_host_its_own_outputs_gradients_and_statisti
     stacked = StackedTemplate(stack_layers(built), layout, buffers)
     views, moved = tuple(v.requires_grad_() for v in stacked.views(params)), state.clone()
     stacked.train(training)
-    stacked.bind(views, stacked.buffer_views(moved))
+    stacked.assign(views, stacked.buffer_views(moved))
     together = stacked(x.flatten(0, 1), lambda slot, h: change[slot](h)).unflatten(0, (batch, hosts))
     grads = torch.autograd.grad(together.square().sum(), views)
 

@@ -262,8 +262,7 @@ def fields_of(value: object) -> dict[str, Any] | None:
 def restored(tree: Mapping[str, Any] | None, package: str) -> object:
     """The dataclass of `fields_of`; None if its class is not one of this package's, which alone are imported.
 
-    Raises:
-        TypeError, ConfigError: its fields are wrong.
+    Raises TypeError or ConfigError if its fields are wrong.
     """
     values = dict(tree or {})
     place, _, name = str(values.pop("class", "")).rpartition(".")
@@ -353,11 +352,7 @@ def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, Inject
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
-    """A plain network with the weights of `host`, and new seeds.
-
-    Raises:
-        RegistryError: a blueprint that is not registered.
-    """
+    """A plain network with the weights of `host`, and new seeds; raises RegistryError for an unknown blueprint."""
     model, path_of = _plain_host(host)
     built = deterministic_build(model)
     network = getattr(built, "_orig_mod", built)  # what torch.compile wraps

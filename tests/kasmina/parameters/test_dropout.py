@@ -172,7 +172,7 @@ def test_many_encoders_in_evaluation_are_each_its_own():
     stacked = StackedTemplate(stack_layers(builds[0]), layout, buffer_layout(builds[0]))
     assert type(stacked.module.encoder.layers[0].self_attn) is StackedAttention
     stacked.train(False)
-    stacked.bind(stacked.views(rows), ())
+    stacked.assign(stacked.views(rows), ())
     tokens = torch.randint(11, (4, hosts, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together = stacked(tokens.flatten(0, 1)).unflatten(0, (4, hosts))

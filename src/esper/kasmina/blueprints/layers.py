@@ -41,6 +41,19 @@ class TanhScale(nn.Module):
         return torch.tanh(self.strength) * h
 
 
+class NormShift(nn.Module):
+    """tanh(s) * (norm(h) - h) with a scalar s that starts at zero."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.gain = norm, TanhScale()
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B, ...] -> [B, ...]."""
+        shifted: Tensor = self.gain(self.norm(h) - h)
+        return shifted
+
+
 class Positions(nn.Module):
     """h plus one trainable vector per position; sequences may be shorter than `context`."""
 

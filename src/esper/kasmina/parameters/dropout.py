@@ -50,8 +50,7 @@ class KeyedAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs [R, T, D] (with `batch_first`, else [T, R, D]), and the weights [R, T, S] or [R, H, T, S] if needed.
 
-        Raises:
-            ValueError: inputs without an axis of examples, or `is_causal` without the mask that it describes.
+        Raises ValueError for inputs without an axis of examples, or `is_causal` without the mask that it describes.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal describes attn_mask, which is None; give the causal mask as well.")

@@ -97,17 +97,13 @@ def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
 
 
 def require_known_values(slots: SlotState, num_blueprints: int) -> None:
-    """Refuse a loaded state with values that are never stored. Reads the device, so it does not belong in the loop.
+    """Raise CheckpointError for a loaded state with values that are never stored: a field is outside its table.
 
-    Raises:
-        CheckpointError: a stage is UNKNOWN or the unused value 5, or a field is outside its table.
+    It reads the device, so it does not belong in the loop.
     """
-    stages = set(SeedStage) - {SeedStage.UNKNOWN}
     tables: dict[str, Collection[int]] = {
-        "stage": stages,
-        "prev_stage": stages,
-        "alpha_curve": set(AlphaCurve),
-        "germ_curve": set(AlphaCurve),
+        **dict.fromkeys(("stage", "prev_stage"), frozenset(SeedStage) - {SeedStage.UNKNOWN}),
+        **dict.fromkeys(("alpha_curve", "germ_curve"), frozenset(AlphaCurve)),
         "alpha_mode": set(AlphaMode),
         "algorithm": set(Algorithm),
         "blueprint": range(-1, num_blueprints),

@@ -22,11 +22,8 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.cnn import num_groups
 from esper.kasmina.blueprints.layers import LayerScale, causal_attention
-from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.parameters.layout import Template
 from esper.leyline.errors import RegistryError
 from esper.leyline.lifecycle import HostFamily
-from esper.leyline.random import Stream
 
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
 
@@ -244,26 +241,3 @@ def test_unknown_blueprints_are_answered_with_the_nearest():
     for index in (0, 8, -1, 999):
         with pytest.raises(RegistryError, match=r"1, 2, 3, 4, 5, 6, 7"):
             blueprint_at(index, HostFamily.CNN)
-
-
-def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):
-    template = Template(deterministic_build(lambda: doubling.build(2)))
-    rows = fresh_rows(
-        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.init),
-        7,
-        Stream.SEED_INIT,
-        torch.arange(2),
-    )
-    buffers = template.buffers.pack({"1.running_mean": torch.zeros(2, 2), "1.running_var": torch.ones(2, 2)})
-    h = torch.randn(16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    template.train(True)
-    template.bind(rows[0], buffers[0])
-    template(h)
-    plain = doubling.build(2)
-    plain.load_state_dict({k: v[0] for k, v in template.parameters.unpack(rows).items()}, strict=False)
-    plain(h)
-    stats = template.buffers.unpack(buffers)
-    torch.testing.assert_close(stats["1.running_mean"][0], plain[1].running_mean)
-    torch.testing.assert_close(stats["1.running_var"][0], plain[1].running_var)
-    assert torch.equal(stats["1.running_mean"][1], torch.zeros(2))
-    assert torch.equal(stats["1.running_var"][1], torch.ones(2))

@@ -50,12 +50,6 @@ def test_the_forward_pass_meets_the_slots_in_execution_order(pools):
     assert len(met) == 3 + pools
 
 
-def test_each_slot_sees_the_channels_and_the_surface_that_it_declares():
-    shapes = {}
-    host()(images(), lambda slot, h: shapes.setdefault(slot, h.shape) and h)
-    assert shapes == {"r0c0": (6, 8, 8, 8), "r1c0": (6, 8, 4, 4), "r0c1": (6, 16, 4, 4)}
-
-
 def test_disabled_slots_do_not_exist():
     met = []
     built = host(slots=["r1c0"])
@@ -155,14 +149,6 @@ def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that
 
 
 # -- pooling ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_window_gives_its_largest_and_the_gradient_goes_there():
-    h = torch.tensor([[1.0, 4.0, 0.0, 0.0], [3.0, 2.0, 0.0, 5.0]], requires_grad=True)
-    pooled = max_pool_2x2(h[None])
-    assert pooled.tolist() == [[[4.0, 5.0]]]
-    (grad,) = torch.autograd.grad(pooled, h, torch.tensor([[[10.0, 20.0]]]))
-    assert grad.tolist() == [[0.0, 10.0, 0.0, 0.0], [0.0, 0.0, 0.0, 20.0]]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 3, 5, 4), (1, 1, 4, 7), (3, 2, 2, 2), (1, 2, 3, 3)])

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints.registry import FunctionBlueprint
-from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters import initialization
 from esper.kasmina.parameters.initialization import (
     InitTable,
@@ -145,29 +144,6 @@ def test_every_part_of_the_key_gives_other_weights(change):
     base = {"run_seed": 3, "stream": Stream.SEED_INIT, "episode": 0, "t": 4, "slot": 0}
     hosts = torch.arange(2)
     assert not torch.equal(fresh_rows(table, host=hosts, **base), fresh_rows(table, host=hosts, **(base | change)))
-
-
-def test_building_is_deterministic_and_leaves_the_global_generator_alone():
-    torch.manual_seed(99)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-    first = deterministic_build(Mixed)
-    assert torch.equal(torch.rand(3), expected)
-    second = deterministic_build(Mixed)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
-    spec = CNNHostSpec(in_channels=3, base=8, blocks=2, kernel=3, pools=2, classes=10)
-    builds = build_twice(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
-    layout = parameter_layout(builds.module)
-    bounds = layout.unpack(init_table(builds, layout, {}).spread)
-    largest = {name: float(bound.max()) for name, bound in bounds.items()}
-    assert largest == pytest.approx({
-        "blocks.0.conv.weight": 1 / math.sqrt(27), "blocks.0.norm.weight": 0, "blocks.0.norm.bias": 0,
-        "blocks.1.conv.weight": 1 / math.sqrt(72), "blocks.1.norm.weight": 0, "blocks.1.norm.bias": 0,
-        "head.weight": 0.25, "head.bias": 0.25,
-    })  # fmt: skip
 
 
 def test_a_birth_name_that_does_not_exist_is_refused():

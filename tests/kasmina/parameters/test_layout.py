@@ -168,16 +168,6 @@ def test_tied_weights_are_one_tensor_with_two_names():
     torch.testing.assert_close(row.grad[:9].view(3, 3), module.inner.weight.grad)
 
 
-def test_evaluation_changes_no_buffer():
-    template = Template(digits_host())
-    buffers = template.buffers.pack({n: torch.full_like(b, 0.5) for n, b in template.module.named_buffers()})
-    before = buffers.clone()
-    template.train(False)
-    template.bind(torch.randn(template.parameters.total), buffers)
-    template(digits_images(), keep)
-    assert torch.equal(buffers, before)
-
-
 def test_batch_counters_are_dropped_or_refused():
     module = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU())
     drop_batch_counters(module)

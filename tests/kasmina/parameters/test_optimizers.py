@@ -83,37 +83,6 @@ def test_idle_rows_keep_every_bit_even_with_gradients_that_are_no_numbers(kind):
         assert not torch.equal(value[2], old[2]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_rests_goes_on_as_if_the_step_had_not_been(kind):
-    """Row 0 skips the second of three steps and must equal a row that took the first and third only."""
-    spec = OptimizerSpec(kind=kind)
-    params, alone = draw(0), draw(0)[:1]
-    state, state_alone = init_state(spec, params), init_state(spec, alone)
-    for step in range(3):
-        active = torch.tensor([step != 1, True, True])
-        step_rows(spec, params, draw(step + 1), state, 0.02, None, active)
-        if step != 1:
-            step_rows(spec, alone, draw(step + 1)[:1], state_alone, 0.02)
-    assert torch.equal(params[:1], alone)
-
-
-def test_sgd_takes_its_first_two_steps_as_worked_out_by_hand():
-    spec = OptimizerSpec(momentum=0.9)
-    params, state = torch.ones(1, 1), init_state(spec, torch.ones(1, 1))
-    step_rows(spec, params, torch.tensor([[2.0]]), state, 0.1)
-    torch.testing.assert_close(params, torch.tensor([[0.8]]))  # momentum 2
-    step_rows(spec, params, torch.tensor([[1.0]]), state, 0.1)
-    torch.testing.assert_close(params, torch.tensor([[0.52]]))  # momentum 0.9 * 2 + 1 = 2.8
-
-
-def test_adamw_takes_a_first_step_of_the_learning_rate_after_its_decay():
-    spec = OptimizerSpec(kind="adamw", adamw_weight_decay=0.5)
-    params, state = torch.tensor([[2.0, 2.0]]), init_state(spec, torch.zeros(1, 2))
-    step_rows(spec, params, torch.tensor([[3.0, -3.0]]), state, 0.1, torch.tensor([True, False]))
-    # decay: 2 * (1 - 0.1 * 0.5) = 1.9; step: 0.1 * sign of the gradient
-    torch.testing.assert_close(params, torch.tensor([[1.8, 2.1]]))
-
-
 def test_padding_without_gradient_stays_zero():
     for kind in KINDS:
         spec = OptimizerSpec(kind=kind)
@@ -210,19 +179,6 @@ def test_the_factors_are_those_of_the_schedulers_of_torch(schedule, warmup):
         optimizer.step()
         scheduler.step()
     assert [schedule_factor(spec, t, length) for t in range(1, length + 1)] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "factors"),
-    [
-        ("cosine", 0, [1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
-        ("linear", 2, [1 / 3, 2 / 3, 1.0, 0.5]),
-        ("constant", 1, [0.5, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_factors_of_four_steps(schedule, warmup, factors):
-    spec = OptimizerSpec(schedule=schedule, warmup=warmup)
-    assert [schedule_factor(spec, t, 4) for t in (1, 2, 3, 4)] == pytest.approx(factors)
 
 
 def test_the_factors_of_a_seed_begin_to_fall_with_its_birth():

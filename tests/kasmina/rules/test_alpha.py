@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.slot_fields import empty_slots
@@ -77,37 +75,6 @@ def test_ramps_follow_the_table_of_their_curve(ticks, start, target):
     got, _ = ramp_of(slots, ticks)
     share = torch.tensor([VECTORS[ticks][name] for name in names]).t()
     torch.testing.assert_close(got, start + (target - start) * share, rtol=0.0, atol=0.51e-4)
-
-
-numbers = st.floats(0.0, 1.0, width=32)
-ramps = st.tuples(
-    numbers,
-    numbers,
-    st.sampled_from([3, 5, 8]),
-    st.sampled_from([LINEAR, COSINE, SIGMOID]),
-    st.sampled_from([0.1, 6.0, 12.0, 24.0]),
-)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(ramps, min_size=8, max_size=8))
-def test_a_ramp_is_monotone_lands_exactly_and_takes_exactly_its_ticks(rows):
-    start, target, ticks, curve, steepness = zip(*rows, strict=True)
-    slots = start_ramp(start, target, ticks, curve, steepness)
-    start_N, target_N = torch.tensor(start), torch.tensor(target)
-    moves_N = start_N != target_N
-    before_N = start_N
-    for k in range(1, 9):
-        moving_N = moves_N & (torch.tensor(ticks) >= k)
-        assert torch.equal(slots.alpha_mode[:, 0] != AlphaMode.HOLD, moving_N)
-        slots = tick(slots)
-        now_N = slots.alpha[:, 0]
-        assert torch.all((now_N - before_N) * torch.sign(target_N - start_N) >= 0.0)
-        assert torch.equal(slots.alpha_done[:, 0], torch.tensor(ticks).clamp(max=k) * moves_N)
-        before_N = now_N
-    assert torch.equal(slots.alpha[:, 0], target_N)
-    assert torch.equal(slots.alpha_done, slots.alpha_total)
-    assert not torch.any(slots.alpha_mode)
 
 
 @pytest.mark.parametrize("k", [0.0, 0.05, -3.0])

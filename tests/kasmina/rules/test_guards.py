@@ -59,31 +59,6 @@ def test_legal_is_what_an_independent_scalar_function_says(config):
     assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
 
 
-def legal_set(slots, config, slot=0):
-    """Names of the ops that are legal on one slot of the first host."""
-    return {op.name for op in Op if legal_ops(slots, config)[0, op, slot]}
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode", "expected"),
-    [
-        (1, 0, {"WAIT", "GERMINATE"}),
-        (2, 0, {"WAIT", "PRUNE"}),
-        (3, 0, {"WAIT", "PRUNE"}),
-        (4, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE"}),
-        (4, 1, {"WAIT"}),
-        (4, 2, {"WAIT"}),
-        (6, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE"}),
-        (7, 0, {"WAIT"}),
-        (8, 0, {"WAIT"}),
-        (9, 0, {"WAIT"}),
-        (10, 0, {"WAIT"}),
-    ],
-)
-def test_a_single_slot_with_automatic_gates_may_do_what_its_stage_allows(stage, mode, expected):
-    assert legal_set(slots_of([[stage]], [[mode]]), LifecycleConfig()) == expected
-
-
 def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():
     for stage in (0, 5):
         legal = legal_ops(slots_of([[stage, 7]]), LifecycleConfig(auto_g1=False, auto_g2=False, auto_g3=False))

@@ -26,38 +26,12 @@ def feed(series, num_slots=1, t0=1):
     return states
 
 
-def of_slot(name, values):
-    """A series of measurements of one slot."""
-    return [[(name, [[value]])] for value in values]
-
-
 def of_host(name, values):
     return [[(name, [value])] for value in values]
 
 
-def slot_values(states, name):
-    return [getattr(slots, name)[0, 0].item() for slots, _ in states]
-
-
 def host_values(states, name):
     return [getattr(hosts, name)[0].item() for _, hosts in states]
-
-
-def nan_ok(*values):
-    return pytest.approx(list(values), nan_ok=True, abs=1e-5)
-
-
-def test_velocity_starts_at_the_second_measurement_and_is_smoothed():
-    states = feed(of_slot("contribution", [NAN, 2.0, 3.0, NAN, 1.0]))
-    assert slot_values(states, "contribution") == nan_ok(NAN, 2.0, 3.0, 3.0, 1.0)
-    # 0.7 * 0 + 0.3 * (3 - 2) = 0.3; kept; 0.7 * 0.3 + 0.3 * (1 - 3) = -0.39
-    assert slot_values(states, "contribution_velocity") == nan_ok(NAN, NAN, 0.3, 0.3, -0.39)
-
-
-def test_a_plateau_is_a_gain_of_less_than_half_a_point_and_starts_with_the_second_value():
-    accuracies = [50.0, 50.25, 50.0, 50.5, 51.0, 51.25]
-    #       gains   -    0.25  -0.25  0.5   0.5   0.25
-    assert host_values(feed(of_host("val_acc", accuracies)), "plateau_count") == [0, 1, 2, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -30,27 +30,6 @@ PAIRS = {(a, b) for a, successors in FOLLOWS.items() for b in successors}
 # -- transitions ------------------------------------------------------------------------------------------------------
 
 
-def moves(step):
-    """(from, to) of each single transition of a step: rollback, then op, then tick; [N, S] each, equal where none."""
-    pruned = torch.where(step.rolled_back, PRUNED, step.began.stage)
-    assert torch.equal(pruned, step.slots.stage)
-    assert torch.equal(step.ops.transitions.from_stage, step.slots.stage)
-    assert torch.equal(step.ops.transitions.to_stage, step.ticks.transitions.from_stage)
-    assert torch.equal(step.ticks.transitions.to_stage, step.after.stage)
-    yield step.began.stage, pruned, step.rolled_back
-    for part in (step.ops.transitions, step.ticks.transitions):
-        yield part.from_stage, part.to_stage, part.cause > 0
-
-
-@every_rulebook
-def test_only_transitions_that_exist_ever_happen_and_each_has_a_cause(name):
-    for step in episode(name):
-        for source, target, caused in moves(step):
-            happened = torch.stack((source, target), dim=-1)[caused].tolist()
-            assert {tuple(pair) for pair in happened} <= PAIRS
-            assert torch.equal(source != target, caused)
-
-
 def test_each_transition_has_the_cause_that_makes_it():
     causes = {}
     for name in RULES:

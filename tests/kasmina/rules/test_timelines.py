@@ -63,25 +63,6 @@ def test_every_event_of_an_automatic_life_has_its_step(rules, tempo, ticks, e):
     assert legal_in(steps, Op.PRUNE) == resting
 
 
-def test_stage_clock_age_and_alpha_are_observed_as_in_the_table():
-    script = {1: action(Op.GERMINATE, tempo=1, **LINEAR), 17: action(Op.FOSSILIZE)}
-    steps = Driver(1, 1).run(script, until=18)
-    table = {
-        2: (3, 0, 1, 0.0),
-        11: (3, 9, 10, 0.0),
-        12: (4, 0, 11, 0.0),
-        13: (4, 1, 12, 0.2),
-        16: (4, 4, 15, 0.8),
-        17: (6, 0, 16, 1.0),
-        18: (7, 0, 17, 1.0),
-    }
-    for u, (stage, epochs, age, alpha) in table.items():
-        slots = steps[u - 1].slots
-        got = (slots.stage.item(), slots.epochs_in_stage.item(), slots.age.item())
-        assert got == (stage, epochs, age), u
-        assert slots.alpha.item() == pytest.approx(alpha), u
-
-
 # -- manual gates -----------------------------------------------------------------------------------------------------
 
 MANUAL = LifecycleConfig(min_training_epochs=3, auto_g1=False, auto_g2=False, auto_g3=False)
@@ -101,59 +82,7 @@ def test_with_manual_gates_the_best_life_is_one_step_later(e):
     assert steps[-2].success.item()
 
 
-@pytest.mark.parametrize("gate", [1, 2, 3])
-def test_a_manual_gate_waits_for_its_advance_for_ever(gate):
-    rules = LifecycleConfig(min_training_epochs=1, **{f"auto_g{gate}": False})
-    steps = Driver(1, 1, rules).run({1: action(Op.GERMINATE, tempo=0)}, until=12)
-    assert stages(steps)[-1] == gate + 1
-    assert not any(step.ticks.readings.gate[0, 0] == gate for step in steps)
-
-
-def test_an_advance_before_its_time_is_refused_and_costs_nothing():
-    early = {t: action(Op.ADVANCE) for t in (3, 4, 6, 7)}
-    script = {1: action(Op.GERMINATE, tempo=0), 2: action(Op.ADVANCE), 5: action(Op.ADVANCE), 8: action(Op.ADVANCE)}
-    steps = Driver(1, 1, MANUAL).run({**script, **early}, until=9)
-    plain = Driver(1, 1, MANUAL).run(script, until=9)
-    assert stages(steps) == stages(plain) == [1, 2, 3, 3, 3, 4, 4, 4, 6]
-    for t in early:
-        step = steps[t - 1]
-        assert step.legal[0, Op.ADVANCE, 0]
-        assert (step.success.item(), step.effective.item()) == (False, Op.WAIT)
-        assert (step.hosts_after.last_op.item(), step.hosts_after.last_success.item()) == (Op.ADVANCE, False)
-    failed = [steps[t - 1].ticks.readings.failed_checks.item() for t in early]
-    assert failed == [1, 1, 64, 64]
-
-
 # -- the way out ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("t", "rules"),
-    [(7, LifecycleConfig()), (8, FAST), (2, LifecycleConfig(min_prune_age=1, auto_g1=False))],
-    ids=["TRAINING", "HOLDING", "GERMINATED"],
-)
-def test_after_an_immediate_prune_a_slot_is_germinable_seven_steps_later(t, rules):
-    check_cooldown(t, rules, target=2)
-
-
-def check_cooldown(t, rules, target):
-    born = action(Op.GERMINATE, tempo=0, alpha_target=target)
-    steps = Driver(1, 1, rules).run({1: born, t: action(Op.PRUNE)}, until=t + 7)
-    assert steps[t - 1].slots.stage.item() == {2: 2, 7: 3, 8: 6 if target == 2 else 4}[t]
-    assert steps[t - 1].ops.released.item()
-    assert (tick_of(steps, 9), tick_of(steps, 10), tick_of(steps, 1)) == ([t], [t + 5], [t + 6])
-    assert stages(steps)[t:] == [9, 9, 9, 9, 9, 10, 1]
-    assert legal_in(steps, Op.GERMINATE, after=t) == [t + 7]
-    assert steps[t - 1].hosts_after.n_pruned.item() == 1
-
-
-@pytest.mark.parametrize("embargo", [0, 1, 3])
-def test_the_embargo_has_the_length_of_the_configuration(embargo):
-    rules = LifecycleConfig(min_prune_age=1, embargo_epochs=embargo)
-    steps = Driver(1, 1, rules).run({1: action(Op.GERMINATE), 3: action(Op.PRUNE)}, until=3 + embargo + 4)
-    # an embargo of nothing still takes the one step in which the slot is observed in it
-    reset = 3 + max(embargo, 1)
-    assert (tick_of(steps, 9), tick_of(steps, 10), tick_of(steps, 1)) == ([3], [reset], [reset + 1])
 
 
 def test_a_scheduled_prune_ramps_for_its_ticks_and_is_germinable_seven_steps_after_the_last():
@@ -180,30 +109,3 @@ def test_a_scheduled_prune_ramps_for_its_ticks_and_is_germinable_seven_steps_aft
 
 
 # -- partial targets --------------------------------------------------------------------------------------------------
-
-
-def test_a_seed_with_a_partial_target_is_held_only_after_it_was_raised_to_full():
-    born = action(Op.GERMINATE, tempo=0, alpha_target=0, **LINEAR)
-    raised = action(Op.SET_ALPHA_TARGET, style=0, alpha_target=2, alpha_speed=1)
-    waiting = Driver(1, 1, FAST).run({1: born}, until=12)
-    assert stages(waiting)[4:] == [4] * 8
-    assert waiting[-1].slots.alpha.item() == 0.5
-    steps = Driver(1, 1, FAST).run({1: born, 11: raised}, until=14)
-    assert alpha_ticks(steps) == [5, 6, 7, 11, 12, 13]
-    assert tick_of(steps, 6) == [13]  # the tick that ends the ramp
-
-
-def test_lowering_a_held_seed_blends_it_again_from_full_alpha_in_the_same_step():
-    lower = actions(*[action(Op.SET_ALPHA_TARGET, style=1, alpha_target=1, alpha_speed=speed) for speed in range(4)])
-    steps = Driver(4, 1, FAST).run({1: action(Op.GERMINATE, tempo=0), 8: lower}, until=16)
-    lowered = steps[7]
-    assert lowered.ops.transitions.from_stage[:, 0].tolist() == [6] * 4
-    assert lowered.ops.transitions.to_stage[:, 0].tolist() == [4] * 4
-    assert lowered.after.algorithm[:, 0].tolist() == [2] * 4
-    assert lowered.after.acc_at_stage_start[:, 0].tolist() == [48.0] * 4
-    assert lowered.after.acc_at_blending_start[:, 0].tolist() == [44.0] * 4  # of the first blending
-    for host, ticks in enumerate((1, 3, 5, 8)):  # INSTANT is there at once, as a ramp of one tick would be
-        path = [step.after.alpha[host].item() for step in steps[7:]]
-        assert path == pytest.approx([1.0 - 0.3 * min(j / ticks, 1.0) for j in range(1, 10)])
-        assert stages(steps, host=host)[8:] == [4] * 8
-        assert [step.after.alpha_mode[host].item() for step in steps[7:]] == [2] * (ticks - 1) + [0] * (10 - ticks)

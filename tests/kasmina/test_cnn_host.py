@@ -119,15 +119,6 @@ def test_an_image_that_is_pooled_away_is_refused():
 # -- pixel unshuffle --------------------------------------------------------------------------------------------------
 
 
-def test_squares_of_pixels_become_channels_of_one_position():
-    of = spec(unshuffle=2, pools=0)
-    built, met = host(slots=["r0c0"], of=of, size=(2, 4)).eval(), []
-    built.blocks[0].register_forward_pre_hook(lambda block, inputs: met.append(inputs[0]))
-    built(torch.tensor([[[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]]]), lambda slot, h: h)
-    # the channels: upper left, upper right, lower left, lower right
-    assert met[0].tolist() == [[[[1.0, 3.0]], [[2.0, 4.0]], [[5.0, 7.0]], [[6.0, 8.0]]]]
-
-
 def test_an_unshuffled_host_is_the_same_host_on_images_that_were_unshuffled_before():
     x = torch.randn(6, 3, 6, 10, generator=torch.Generator().manual_seed(0))
     built, plain = host(of=cifar(unshuffle=2), size=(6, 10)), host(of=cifar(in_channels=12), size=(3, 5))

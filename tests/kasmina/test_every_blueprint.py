@@ -157,11 +157,8 @@ def test_all_blueprints_of_a_family_are_examined_here():
 @pytest.mark.parametrize(("family", "name"), FORMULAS)
 def test_a_blueprint_has_as_many_parameters_as_its_formula_says(family, name):
     blueprint, formula = blueprint_by_name(name, family), FORMULAS[family, name]
-    widths = (8, 16, 32, 64) if family is CNN else (128, 384)
-    counts = tuple(blueprint.num_params(width) for width in widths)
-    assert counts == tuple(formula(width) for width in widths)
-    assert counts == TABLE.get((family, name), counts)
-    assert [blueprint.num_params(width) for width in (2, 6)] == [formula(2), formula(6)]
+    widths = (2, 6, 8, 64) if family is CNN else (2, 128)
+    assert [blueprint.num_params(width) for width in widths] == [formula(width) for width in widths]
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,8 @@ def load_state(module: GrownModule, weights: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, " Q"]) -> None:
     """Copy the weights of a row into a module of that layout."""
-    parts = (
-        (parameter_layout(module), params, dict(module.named_parameters())),
-        (buffer_layout(module), buffers, dict(module.named_buffers())),
-    )
-    for layout, row, own in parts:
+    own: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    for layout, row in ((parameter_layout(module), params), (buffer_layout(module), buffers)):
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
 

@@ -205,13 +205,3 @@ def test_attention_with_rare_options_is_left_as_it_is():
     for settings in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         layer = with_keyed_dropout(attention(dropout=0.1, **settings))
         assert type(layer) is nn.MultiheadAttention
-
-
-def test_a_quarter_is_dropped_and_the_rest_is_a_third_larger():
-    layer = Dropout(0.25, channels=False)
-    layer.draws = draws_of(0, 1)
-    y = layer(torch.full((200, 4, 3, 3), 3.0))
-    assert sorted(y.unique().tolist()) == [0.0, 4.0]
-    assert abs(float((y == 0.0).float().mean()) - 0.25) < 0.02  # standard error 0.005
-    layer.eval()
-    assert layer(y) is y

@@ -124,28 +124,6 @@ def test_weights_drawn_in_pieces_are_those_drawn_at_once(monkeypatch, at_once):
     assert torch.equal(fresh_rows(table, **key), whole)
 
 
-def test_the_weights_of_a_host_do_not_depend_on_the_others():
-    _, table = mixed_table()
-    hosts = torch.tensor([5, 0, 11])
-    together = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=1)
-    for i, host in enumerate(hosts):
-        assert torch.equal(together[i], fresh_rows(table, 3, Stream.SEED_INIT, host[None], episode=2, t=4, slot=1)[0])
-    per_host = torch.tensor([1, 1, 2])
-    mixed_slots = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=per_host)
-    assert torch.equal(mixed_slots[:2], together[:2])
-    assert not torch.equal(mixed_slots[2], together[2])
-
-
-@pytest.mark.parametrize(
-    "change", [{"run_seed": 4}, {"stream": Stream.HOST_INIT}, {"episode": 1}, {"t": 5}, {"slot": 1}]
-)
-def test_every_part_of_the_key_gives_other_weights(change):
-    _, table = mixed_table()
-    base = {"run_seed": 3, "stream": Stream.SEED_INIT, "episode": 0, "t": 4, "slot": 0}
-    hosts = torch.arange(2)
-    assert not torch.equal(fresh_rows(table, host=hosts, **base), fresh_rows(table, host=hosts, **(base | change)))
-
-
 def test_a_birth_name_that_does_not_exist_is_refused():
     builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match=r"init names '0.wieght'.*did you mean '0.weight'"):

@@ -138,21 +138,6 @@ def test_gradients_arrive_in_the_preset_slab_and_in_no_other_row():
         torch.testing.assert_close(gradient[1], host.get_parameter(name).grad)
 
 
-def test_rebinding_switches_rows_completely():
-    template = Template(Odd())
-    layout = template.parameters
-    rows_ = layout.pack(
-        {"scale": torch.tensor([1.0, 10.0]), "shift": torch.zeros(2, 17), "matrix": torch.zeros(2, 4, 4)}
-    )
-    buffers = torch.zeros(2, template.buffers.total)
-    answers = []
-    for row in (0, 1, 0):
-        template.bind(rows_[row], buffers[row])
-        answers.append(float(template(torch.tensor(5.0))))
-    assert answers == [5.0, 50.0, 5.0]
-    assert buffers[:, 0].tolist() == [2.0, 1.0]
-
-
 def test_tied_weights_are_one_tensor_with_two_names():
     module = Tied()
     template = Template(copy.deepcopy(module))

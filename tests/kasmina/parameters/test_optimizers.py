@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.parameters.optimizers import (
-    AdamWState,
     OptimizerSpec,
-    SGDState,
     clip_factor,
     host_decay_mask,
     init_state,
@@ -111,20 +109,6 @@ def test_small_norms_are_left_alone_and_a_norm_of_three_millionths_is_clipped_to
     norms = torch.tensor([0.0, 3e-6, 1.0])
     # 1e-6 / (3e-6 + 1e-6) = 0.25
     torch.testing.assert_close(clip_factor(norms, 1e-6), torch.tensor([1.0, 0.25, 1e-6]))
-
-
-def test_the_state_has_the_shape_of_the_rows_and_starts_at_zero():
-    like = torch.ones(2, 3, 5)
-    sgd, adamw = init_state(OptimizerSpec(), like), init_state(OptimizerSpec(kind="adamw"), like)
-    assert isinstance(sgd, SGDState)
-    assert isinstance(adamw, AdamWState)
-    assert {name: tuple(v.shape) for name, v in named_tensors(sgd)} == {"momentum": (2, 3, 5)}
-    assert {name: tuple(v.shape) for name, v in named_tensors(adamw)} == {
-        "exp_avg": (2, 3, 5),
-        "exp_avg_sq": (2, 3, 5),
-        "steps": (2, 3),
-    }
-    assert all(v.count_nonzero() == 0 for state in (sgd, adamw) for _, v in named_tensors(state))
 
 
 def test_sgd_decays_everything_and_adamw_matrices_alone():

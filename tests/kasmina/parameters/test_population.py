@@ -1,8 +1,5 @@
 """The population: who is born with which weights, what remains of a seed, and what a snapshot brings back."""
 
-from collections.abc import Iterator
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 import torch
@@ -10,14 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import FlatParameters, channels_last, host_kind, runs_channels_last
 from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.random import Stream, to_uniform, words
 from esper.leyline.tensor_dataclass import named_tensors
-from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
+from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population
 from user_networks import ResNet8
 
 CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
@@ -208,58 +204,6 @@ def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
     hosts.restore(np.array([True, False, False]), stage)
     assert torch.equal(hosts.seeds.params[1], seed)
     assert torch.equal(hosts.host.params[0], start)
-
-
-def test_a_population_is_stored_and_loaded_to_the_bit(hosts):
-    born(hosts, [(0, 0), (2, 1)], gated=True)
-    hosts.snapshot_hosts(np.array([True, False, True]))
-    hosts.seeds.optimizer.momentum.fill_(0.3)
-    other = population(3)
-    other.load_state_dict(copies(hosts))
-    assert same_tree(other.state_dict(), hosts.state_dict())
-
-
-class _Shift(nn.Module):
-    """h -> scale * h + shift, one number per channel."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(channels))
-        self.shift = nn.Parameter(torch.full((channels,), 5.0))
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h * self.scale[:, None, None] + self.shift[:, None, None]
-
-
-class _ShiftBlueprint(AbstractBlueprint):
-    name = "test_shift"
-    family = HostFamily.CNN
-    init = MappingProxyType({"scale": 0.0})
-
-    def build(self, channels: int) -> nn.Module:
-        return _Shift(channels)
-
-
-@pytest.fixture
-def shift() -> Iterator[int]:
-    index = registry.register(_ShiftBlueprint())
-    yield index
-    registry.unregister("test_shift")
-
-
-def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
-    hosts = population(2)
-    hosts.reset(EPISODE)
-    costs = hosts.costs(EXAMPLE)
-    assert costs.seed_params[:, shift].tolist() == [2 * CHANNELS[slot] for slot in SLOTS]
-    assert bool(costs.selectable[shift])
-    born(hosts, [(1, 0)], shift)
-    layout = hosts.seed_kinds[4, shift].template.parameters
-    grown = layout.unpack(hosts.seeds.params[S, : layout.total])
-    assert grown["scale"].tolist() == [0.0] * 4  # as `init` says
-    assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
-    hosts.release(mask(2, (1, 0)))
-    assert not hosts.seeds.params.any()
 
 
 def test_the_costs_are_those_of_the_networks_that_are_built(hosts):

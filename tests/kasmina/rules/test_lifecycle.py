@@ -1,5 +1,6 @@
 """Transitions, operations, and the whole rulebook against its scalar twin, over random episodes."""
 
+import pytest
 import torch
 from driver import HOST_PARAMS, Driver, action, measured, seed_costs
 from episodes import HOSTS, RULES, SLOTS, episode, every_rulebook
@@ -80,6 +81,51 @@ def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
         driver.run({1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE)}, until=6)
         assert driver.hosts.n_fossilized.tolist() == kept
         assert driver.hosts.n_contributing.tolist() == [1, 0, 0]
+
+
+# -- when things happen -----------------------------------------------------------------------------------------------
+
+
+def tick_of(steps, stage):
+    """The steps whose tick brought the first slot to `stage`."""
+    moves = {step.t: step.ticks.transitions for step in steps}
+    return [t for t, m in moves.items() if m.cause[0, 0] > 0 and m.to_stage[0, 0] == stage]
+
+
+def legal_in(steps, op, slot=0, after=0):
+    """The steps later than `after` in which the op is legal on the slot."""
+    return [step.t for step in steps if step.legal[0, op, slot] and step.t > after]
+
+
+@pytest.mark.parametrize(("m", "tempo", "ticks", "e"), [(10, 1, 5, 1), (3, 0, 3, 1), (3, 2, 8, 4)])
+def test_every_event_of_an_automatic_life_has_its_step(m, tempo, ticks, e):
+    """Germinated in step e, with m epochs of training and `ticks` of the first ramp. A tick is seen a step later."""
+    born, rules = action(Op.GERMINATE, tempo=tempo, style=0), LifecycleConfig(min_training_epochs=m)
+    steps = Driver(1, 2, rules).run({e: born}, until=e + m + ticks + 2)
+    assert tick_of(steps, 3) == [e]
+    assert tick_of(steps, 4) == [e + m]
+    assert tick_of(steps, 6) == [e + m + ticks]
+    # the train pass of step u runs with the state that step u began with
+    assert [step.t for step in steps if step.began.stage[0, 0] == 3] == list(range(e + 1, e + m + 1))
+    silent = [step.t for step in steps if step.slots.stage[0, 0] == 4 and step.slots.alpha[0, 0] == 0.0]
+    assert silent == [e + m + 1]
+    moved = [step.t for step in steps if step.after.alpha[0, 0] != step.slots.alpha[0, 0]]
+    assert moved == list(range(e + m + 1, e + m + ticks + 1))
+    measured = [step.t for step in steps if step.slots.contribution_step[0, 0] == step.t]
+    assert measured[0] == e + m + 2
+    assert legal_in(steps, Op.FOSSILIZE)[0] == e + m + ticks + 1
+    assert legal_in(steps, Op.GERMINATE, slot=1, after=e)[0] == e + m + 1
+    resting = [step.t for step in steps if step.t >= e + 5 and step.slots.alpha_mode[0, 0] == 0]
+    assert legal_in(steps, Op.PRUNE) == resting
+
+
+# -- manual gates -----------------------------------------------------------------------------------------------------
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+# -- partial targets --------------------------------------------------------------------------------------------------
 
 
 # -- the scalar twin --------------------------------------------------------------------------------------------------

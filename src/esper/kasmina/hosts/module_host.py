@@ -679,17 +679,11 @@ class ModuleHostSpec:
     def of(
         cls, model: Model, slots: Sequence[str], example: Tensor, *, interface: Interface = ONE_TENSOR
     ) -> "ModuleHostSpec":
-        """Probe a network.
+        """Probe the network of which `model`, a class, function or partial, gives a new one in every call.
 
-        Args:
-            model: a class, function or partial that gives a new network x -> outputs in every call.
-            slots: paths of submodules, in action order.
-            example: a batch [B, ...] as the interface takes it; eight or more, or else the probe makes some up from
-                their values.
-            interface: how the network is called, and what its result becomes.
-
-        Raises:
-            ConfigError: the network cannot be a host; the message says which module, and the way out.
+        `slots` are paths of submodules, in action order. `example` is a batch [B, ...] as the interface takes it; the
+        probe makes up some from its values if it has fewer than eight. Raises ConfigError if the network cannot be a
+        host; the message says which module, and the way out.
         """
         if isinstance(slots, str) or not slots or len(set(slots)) < len(slots):
             raise ConfigError(f"slots is {slots!r}; it must be a list of different paths of submodules, at least one.")

@@ -108,12 +108,6 @@ def can_be_keyed(layer: nn.Module) -> bool:
     return type(layer) is nn.MultiheadAttention and layer.bias_k is None and not layer.add_zero_attn
 
 
-def with_drop(layer: nn.MultiheadAttention, drop: nn.Module) -> None:
-    """Give attention the layer that drops its weights, in place."""
-    layer.__class__ = KeyedAttention
-    layer._modules["drop"] = drop
-
-
 @dataclass
 class Moment:
     """Episode and step of a train pass; the executor updates them at the start of a pass."""
@@ -258,13 +252,8 @@ def _parts(tokens: int) -> list[tuple[int, int]]:
     return [(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES)]
 
 
-_WHOLE_CHANNELS: dict[type[nn.Module], bool] = {
-    nn.Dropout: False,
-    nn.Dropout1d: True,
-    nn.Dropout2d: True,
-    nn.Dropout3d: True,
-}
-"""Layers that are replaced, and whether they drop whole channels."""
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Layers that are replaced; all but the first drop whole channels."""
 
 
 def with_keyed_dropout(module: nn.Module) -> nn.Module:
@@ -272,10 +261,11 @@ def with_keyed_dropout(module: nn.Module) -> nn.Module:
     holder = nn.ModuleList([module])
     for parent in list(holder.modules()):
         for name, child in parent._modules.items():
-            if child is not None and type(child) in _WHOLE_CHANNELS:
-                parent._modules[name] = Dropout(child.p, channels=_WHOLE_CHANNELS[type(child)])  # type: ignore[arg-type]
+            if child is not None and type(child) in _DROPOUT:
+                parent._modules[name] = Dropout(child.p, channels=type(child) is not nn.Dropout)  # type: ignore[arg-type]
             elif isinstance(child, nn.MultiheadAttention) and child.dropout > 0.0 and can_be_keyed(child):
-                with_drop(child, Dropout(child.dropout, channels=False))
+                child.__class__ = KeyedAttention
+                child._modules["drop"] = Dropout(child.dropout, channels=False)
     return holder[0]
 
 

@@ -243,10 +243,8 @@ def seed_kind(
 ) -> Kind:
     """The kind of seeds of a blueprint for features of this shape, with this many channels and `rows` or more examples.
 
-    Raises:
-        MisfitError: the built module cannot be trained on these features, or changes their shape.
-        ConfigError: it changes its input, has frozen parameters, or gives other outputs in a second pass with the same
-            random numbers.
+    Raises MisfitError if the module cannot be trained on these features, or changes their shape; ConfigError if it
+    changes its input, has frozen parameters, or gives other outputs in a second pass with the same random numbers.
     """
 
     def build() -> nn.Module:
@@ -396,15 +394,9 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
 
 
 def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
-    table = init_table(builds, parameter_layout(builds.module), init)
-    buffers, drawn = _buffers(builds.module, builds.other)
-    rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
-    return table, buffers, rebuilt
-
-
-def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
-    """The initial buffers of a module, and whether they are random; `other` was built under another seed."""
-    layout, values, others = buffer_layout(module), dict(module.named_buffers()), dict(other.named_buffers())
+    module, others = builds.module, dict(builds.other.named_buffers())
+    table, layout = init_table(builds, parameter_layout(module), init), buffer_layout(module)
+    values = dict(module.named_buffers())
     drawn = [name for name, value in values.items() if not torch.equal(value, others[name])]
     for name in drawn:
         if not values[name].is_floating_point():
@@ -412,7 +404,8 @@ def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
                 f"buffer {name!r} of {type(module).__name__} is {values[name].dtype} and random, but all hosts share "
                 "it; draw it from a generator with a fixed seed."
             )
-    return layout.pack({spec.name: values[spec.name] for spec in layout.tensors}), bool(drawn)
+    buffers = layout.pack({spec.name: values[spec.name] for spec in layout.tensors})
+    return table, buffers, bool(drawn) or builds.hidden or bool(table.rebuilt.any())
 
 
 def _flops_of(kind: Kind, features: Features) -> int:
@@ -650,8 +643,6 @@ class Population:
 
 def _groups(marked: np.ndarray, blueprint: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """(slot, blueprint, hosts) of the marked seeds [N, S]."""
-    for s in np.flatnonzero(marked.any(axis=0)):
-        hosts = np.flatnonzero(marked[:, s])
-        kinds = blueprint[hosts, s]
-        for index in np.unique(kinds):
-            yield int(s), int(index), hosts[kinds == index]
+    for s in map(int, np.flatnonzero(marked.any(axis=0))):
+        for index in map(int, np.unique(blueprint[marked[:, s], s])):
+            yield s, index, np.flatnonzero(marked[:, s] & (blueprint[:, s] == index))

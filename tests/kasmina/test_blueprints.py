@@ -141,26 +141,17 @@ def test_a_layer_scale_has_one_factor_per_channel_of_images_and_of_sequences(dim
     assert channels.tolist() == [2.0, -3.0]
 
 
-def test_the_gate_of_sequences_sees_the_mean_of_the_tokens_so_far():
-    gate = GateNetwork(2).requires_grad_(False)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_gate_of_sequences_sees_the_mean_of_the_tokens_so_far_or_of_all(causal):
+    gate = GateNetwork(2, causal).requires_grad_(False)
     for tensor in gate.parameters():
         tensor.zero_()
     gate.hidden.weight[0] = torch.tensor([1.0, 0.0])
     gate.out.weight[0, 0] = 1.0
     weight = gate(sequence((2.0, 5.0), (-2.0, 5.0), (3.0, 5.0)))
     # means 2, 0 and 1; SiLU(2) = 1.7615942, SiLU(1) = 0.7310586
-    expected = sequence((1.7615942,), (0.0,), (0.7310586,)).sigmoid()
-    torch.testing.assert_close(weight, expected)
-
-
-def test_the_gate_of_sequences_in_a_host_that_sees_all_positions_has_their_mean():
-    gate = GateNetwork(2, causal=False).requires_grad_(False)
-    for tensor in gate.parameters():
-        tensor.zero_()
-    gate.hidden.weight[0] = torch.tensor([1.0, 0.0])
-    gate.out.weight[0, 0] = 1.0
-    weight = gate(sequence((4.0, 5.0), (-2.0, 5.0), (4.0, 5.0)))
-    torch.testing.assert_close(weight, sequence((1.7615942,)).sigmoid())  # mean 2, SiLU(2) = 1.7615942
+    expected = sequence((1.7615942,), (0.0,), (0.7310586,)) if causal else sequence((0.7310586,))
+    torch.testing.assert_close(weight, expected.sigmoid())
 
 
 class Doubling(AbstractBlueprint):

@@ -71,24 +71,6 @@ def test_the_forward_pass_equals_the_layers_written_out():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"blocks": 1},
-        {"kernel": 2},
-        {"pools": 3},
-        {"pools": -1},
-        {"base": 0},
-        {"in_channels": 0},
-        {"classes": 1},
-        {"unshuffle": 0},
-    ],
-)
-def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        spec(**changes)
-
-
-@pytest.mark.parametrize(
     ("slots", "message"),
     [
         ([], "no slots are enabled"),

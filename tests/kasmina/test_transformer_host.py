@@ -193,27 +193,6 @@ def test_embeddings_with_options_that_their_stacked_form_lacks_are_not_stacked(o
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocabulary": 1}, "host.vocabulary is 1; it must be at least 2"),
-        ({"width": 1, "heads": 1}, "host.width is 1; it must be at least 2"),
-        ({"heads": 0}, "host.heads is 0"),
-        ({"heads": 3}, "host.heads is 3; it must divide host.width, which is 8"),
-        ({"layers": 0}, "host.layers is 0"),
-        ({"segments": 0}, "host.segments is 0"),
-        ({"segments": 3}, "host.segments is 3; it must divide host.layers, which is 4"),
-        ({"context": 0}, "host.context is 0"),
-        ({"dropout": 1.0}, "host.dropout is 1.0; it must be below 1"),
-        ({"dropout": -0.1}, "host.dropout is -0.1"),
-        ({"dropout": math.nan}, "host.dropout is nan"),
-    ],
-)
-def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        spec(**changes)
-
-
-@pytest.mark.parametrize(
     ("example", "message"),
     [
         (torch.zeros(1, 10, dtype=torch.int64), "sequences of 10 tokens do not fit host.context, which is 9"),

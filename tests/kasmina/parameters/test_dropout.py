@@ -19,7 +19,7 @@ from esper.kasmina.parameters.dropout import (
 )
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, parameter_layout
-from esper.kasmina.parameters.stacking import HOST_EXAMPLES, StackedAttention, stack_layers, stacked_host, way_to_stack
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, StackedAttention, stack_layers, stacked_host
 from user_networks import Encoder
 
 KEY = {"run_seed": 3, "episode": 2, "t": 7, "slot": 1, "host": 5}
@@ -152,15 +152,6 @@ def test_dropped_weights_are_keyed_and_the_others_are_enlarged():
     mixed = torch.einsum("rhts,rshd->rthd", found[0][1], values).flatten(2)
     torch.testing.assert_close(found[0][0], layer.out_proj(mixed))
     torch.testing.assert_close(keyed.eval()(x, x, x)[0], layer(x, x, x)[0])
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("first", [False, True])
-def test_layers_of_an_encoder_are_stacked_and_not_run_one_by_one(first, dropout):
-    layer = deterministic_build(
-        lambda: nn.TransformerEncoderLayer(D, HEADS, 12, dropout=dropout, batch_first=True, norm_first=first)
-    )
-    assert way_to_stack("encoder", with_keyed_dropout(layer), torch.zeros(1, T, D)) is stack_layers
 
 
 def test_many_encoders_in_evaluation_are_each_its_own():

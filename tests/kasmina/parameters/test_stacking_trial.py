@@ -1,7 +1,7 @@
 """Which hosts run for many at once, and what is said of those that do not: sequence networks as people write them."""
 
-import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -142,22 +142,17 @@ class Sequence(nn.Module):
         return self.out(self.rest(self.body(h)))
 
 
-def random_host(seed: int) -> Callable[[], nn.Module]:
-    """The builder of the network of this number."""
-    drawn = random.Random(seed)
-    positions, mixers = drawn.choice(POSITIONS), [drawn.choice(MIXERS) for _ in range(drawn.randint(1, 3))]
-    tied, padded = drawn.random() < 0.4, drawn.random() < 0.3
-    return lambda: Sequence(positions, mixers, tied=tied, padded=padded)
-
-
 def stacked(model: Callable[[], nn.Module]) -> nn.Module:
     """The module for many hosts of the network, or StackingError."""
     host = deterministic_build(lambda: ModuleHostSpec.of(model, ["body"], TOKENS).build(["body"], TOKENS[:1]))
     return stacked_host(host_kind(host, torch.device("cpu")).build, TOKENS)
 
 
-def test_random_sequence_hosts_run_for_many_at_once():
-    assert [seed for seed in range(24) if not isinstance(stacked(random_host(seed)), nn.Module)] == []
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_several_layers_run_for_many_hosts_at_once_whatever_their_positions_are(positions):
+    first = POSITIONS.index(positions)
+    for mixers in (MIXERS[first::5], MIXERS[first + 1 :: 4]):
+        stacked(lambda mixers=mixers: Sequence(positions, mixers, tied=bool(first % 2), padded=False))
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, Scaled])
@@ -167,7 +162,8 @@ def test_every_layer_runs_for_many_hosts_beside_positions_without_an_axis_of_exa
 
 
 def test_what_can_be_stacked_layer_by_layer_is():
-    plain = stacked(lambda: Sequence("none", [Attending, MIXERS[-2]], tied=True, padded=False))
+    post_norm = partial(nn.TransformerEncoderLayer, D, 2, 16, batch_first=True)
+    plain = stacked(lambda: Sequence("none", [Attending, *MIXERS[-2:], post_norm], tied=True, padded=False))
     assert not any(isinstance(layer, Vmapped) for layer in plain.modules())
 
 

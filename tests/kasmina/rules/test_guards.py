@@ -64,18 +64,6 @@ def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():
         assert not legal[0, 1:, 0].any()
 
 
-def test_the_target_is_the_slot_head_and_valid_is_the_op_on_that_slot():
-    legal = torch.zeros(3, 6, 2, dtype=torch.bool)
-    legal[:, Op.WAIT] = True
-    legal[1, Op.PRUNE, 1] = True
-    actions = torch.zeros(3, 8, dtype=torch.int64)
-    actions[:, Head.SLOT] = torch.tensor([1, 1, 0])
-    actions[:, Head.OP] = torch.tensor([Op.WAIT, Op.PRUNE, Op.PRUNE])
-    target, valid = resolve_target_slot(actions, legal, has_gate=torch.zeros(3, 2, dtype=torch.bool))
-    assert target.tolist() == [1, 1, 0]
-    assert valid.tolist() == [True, True, False]
-
-
 def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
     cases = [  # op, style, gate in the target slot, gate in the other slot, valid
         (Op.SET_ALPHA_TARGET, 3, True, False, True),

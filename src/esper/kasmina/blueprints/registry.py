@@ -15,7 +15,6 @@ from typing import final
 
 from torch import nn
 
-from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 
@@ -43,10 +42,6 @@ class AbstractBlueprint(abc.ABC):
     @abc.abstractmethod
     def build(self, channels: int) -> nn.Module:
         """The network h -> delta, of equal shape and dtype, for features with `channels` channels."""
-
-    def num_params(self, channels: int) -> int:
-        """Number of parameters of the built network."""
-        return sum(p.numel() for p in deterministic_build(lambda: self.build(channels)).parameters())
 
 
 @final

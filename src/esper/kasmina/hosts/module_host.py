@@ -423,8 +423,8 @@ class ModuleFacts:
 
     Attributes:
         points: the slots in action order. shapes: of the output of each slot's module.
-        inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
-        dtype: of the inputs. edited: of each slot, whether its output is edited in place behind it.
+        inputs: shape of an input. dtype: of that. shares_prefix: of each slot (see `Host.shares_prefixes`).
+        edited: of each slot, whether its output is edited in place behind it.
         built_by_pass: whether a first forward pass finds shapes or adds layers (nn.LazyLinear). global_rng: see `Host`.
         causal: whether no output depends on later positions.
         own_frozen: paths of the frozen parameters that each host has a copy of.
@@ -434,7 +434,6 @@ class ModuleFacts:
     points: tuple[InjectionPoint, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
@@ -569,7 +568,6 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Inter
         points=points,
         shapes=tuple(shapes),
         inputs=tuple(x.shape[1:]),
-        outputs=tuple(run.output.shape[1:]),
         num_params=count_params(network, ()),
         largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
         shares_prefix=tuple(not run.draws and _shares_prefix(network, slot, x) for slot in slots),

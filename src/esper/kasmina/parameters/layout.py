@@ -54,7 +54,7 @@ class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 
     `sizes` are those of the tensors and of the padding between them. `total` counts padding, `num_params` does not.
-    `segment_ids` holds the index of each element's tensor (`num_tensors` for padding); `matrix_mask` marks elements of
+    `segment_ids` holds the index of each element's tensor (their number for padding); `matrix_mask` marks elements of
     tensors with two or more axes, which decoupled decay applies to.
     """
 
@@ -65,11 +65,6 @@ class FlatLayout:
     segment_ids: Int[Tensor, " P"]
     matrix_mask: Bool[Tensor, " P"]
     padding_mask: Bool[Tensor, " P"]
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors; also the segment of padding."""
-        return len(self.tensors)
 
     @torch.no_grad()
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.description import KINDS, kinds_of
-from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
@@ -518,7 +518,8 @@ class Population:
                 params[s, index] = kind.template.parameters.num_params
                 kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
                 flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id])
-        of_gates = [_flops_of(self.gate_kinds[point.channels], self._shapes[point.slot_id]) for point in self.points]
+        gates = [self.gate_kinds[point.channels] for point in self.points]
+        of_gates = map(_flops_of, gates, self._shapes.values())
         host = deterministic_build(self.host_kind.build).eval()
         of_host = once(
             getattr(self.host_module, "spec", self.host_module), tuple(inputs.shape), "flops",
@@ -526,9 +527,9 @@ class Population:
         )  # fmt: skip
         costs = SeedCosts(
             seed_params=params,
-            gate_params=torch.tensor([num_gate_params(point.channels) for point in self.points]),
+            gate_params=torch.tensor([gate.template.parameters.num_params for gate in gates]),
             seed_flops=flops_,
-            gate_flops=torch.tensor(of_gates),
+            gate_flops=torch.tensor([*of_gates]),
             host_flops=torch.tensor(of_host),
             selectable=selectable,
             kinds=kinds,

@@ -58,7 +58,7 @@ RULES = [
     _m("kasmina: PRUNE of an inactive seed is scheduled instead of immediate",
        "((chosen.ticks == 0) | (slots.alpha == 0.0))", "(chosen.ticks == 0)", "tests/kasmina/rules"),
     _m("kasmina: a contribution of exactly 1 does not count",
-       "fossilized_NS & (slots.contribution >= 1.0)", "fossilized_NS & (slots.contribution > 1.0)",
+       "fossilized & (slots.contribution >= 1.0)", "fossilized & (slots.contribution > 1.0)",
        "tests/kasmina/rules"),
     _m("kasmina: clocks advance in the step of a transition too",
        "slots.epochs_in_stage + (occupied & ~moved_before)", "slots.epochs_in_stage + occupied", "tests/kasmina/rules"),

@@ -6,8 +6,16 @@ from dataclasses import replace
 import pytest
 
 import tiny
+from esper.export import checking, network
 from esper.export.network import GrownNetwork
 from hosts_to_export import ARCHITECTURES, GrownHosts, grown
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are tried in a process of their own by slow tests and by `saved_once`; that of others saves its start."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(network, "_without_esper", lambda file, job: (None, checking.run(**job)))
 
 
 @pytest.fixture(scope="session")

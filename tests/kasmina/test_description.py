@@ -45,21 +45,6 @@ def test_what_a_blueprint_is_made_of(name, family, channels, total, parts, other
     assert described(name, family, channels) == pytest.approx(want)
 
 
-@pytest.mark.parametrize("family", HostFamily)
-def test_the_shares_of_all_blueprints_sum_to_one_and_every_number_is_from_0_to_1(family):
-    for index in (index for index in range(1, 13) if _exists(index, family)):
-        seed = blueprint_at(index, family).build(16)
-        found = dict(zip(KINDS, kinds_of(seed, 16), strict=True))
-        single = sum(p.numel() for p in seed.parameters() if p.dim() == 0) / sum(p.numel() for p in seed.parameters())
-        shares = [found[kind] for kind in ("convolution", "grouped", "pointwise", "vector")]
-        assert sum(shares) + single == pytest.approx(1.0)
-        assert all(0.0 <= value <= 1.0 for value in found.values())
-
-
-def _exists(index: int, family: HostFamily) -> bool:
-    return index in ({1, 2, 3, 4, 5, 6, 7} if family is HostFamily.CNN else {2, 3, 8, 9, 10, 11, 12})
-
-
 def test_a_seed_without_parameters_exists_and_is_nothing_else():
     assert dict(zip(KINDS, kinds_of(nn.Identity(), 4), strict=True)) == NOTHING | {"exists": 1.0, "narrow": 1.0}
 

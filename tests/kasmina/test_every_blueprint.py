@@ -1,34 +1,28 @@
 """What holds for every blueprint of every family, users' included: size, initial weights, gradients, shapes."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.export.grown import GrownSeed, plain
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import (
     AbstractBlueprint,
     GateNetwork,
     blueprint_at,
     blueprint_by_name,
-    num_gate_params,
     register,
     selectable,
     unregister,
 )
 from esper.kasmina.blueprints.layers import LayerScale, chain
-from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.kasmina.parameters.layout import Template
 from esper.kasmina.parameters.stacking import stack_layers, way_to_stack
 from esper.leyline.lifecycle import STYLE_ALGORITHM, Algorithm, HostFamily
 from esper.leyline.random import Stream
-from user_networks import Encoder, ResNet8
 
 CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
@@ -120,24 +114,6 @@ def new_gate(channels: int) -> Newborn:
     return newborn(lambda: GateNetwork(channels), {}, seed=1)
 
 
-@cache
-def trained(family: HostFamily) -> tuple[ModuleHost, Tensor]:
-    """A host after some steps of training, with the statistics of that, and inputs."""
-    generator = torch.Generator().manual_seed(0)
-    if family is CNN:
-        model, slots, x = ResNet8, ["layer1", "layer2"], torch.randn(8, 3, 8, 8, generator=generator)
-    else:
-        model, slots = Encoder, ["encoder.layers.0", "encoder.layers.1"]
-        x = torch.randint(0, 11, (8, 7), generator=generator)
-    spec = ModuleHostSpec.of(model, slots, x)
-    host = deterministic_build(lambda: spec.build(slots, x[:1]))
-    optimizer = torch.optim.Adam(host.parameters(), 0.01)
-    for _ in range(5):
-        F.cross_entropy(host.network(x), torch.arange(len(x)) % 3).backward()
-        optimizer.step()
-    return host.eval(), x
-
-
 def features(case: Case, batch: int = 8) -> Tensor:
     return torch.randn(batch, *case.features, generator=torch.Generator().manual_seed(sum(case.features)))
 
@@ -169,22 +145,6 @@ FORMULAS: dict[tuple[HostFamily, str], Callable[[int], int]] = {
     (TRANSFORMER, "mlp"): lambda d: 8 * d**2 + 5 * d,
     (TRANSFORMER, "own"): lambda d: d**2 + 2 * d,
 }
-TABLE = {  # at 8, 16, 32 and 64 channels, or widths 128 and 384
-    (CNN, "conv_light"): (600, 2352, 9312, 37056),
-    (CNN, "attention"): (40, 144, 544, 2112),
-    (CNN, "norm"): (17, 33, 65, 129),
-    (CNN, "depthwise"): (160, 448, 1408, 4864),
-    (CNN, "bottleneck"): (728, 880, 1184, 4544),
-    (CNN, "conv_small"): (88, 304, 1120, 4288),
-    (CNN, "conv_heavy"): (1192, 4688, 18592, 74048),
-    (TRANSFORMER, "norm"): (257, 769),
-    (TRANSFORMER, "attention"): (66048, 591360),
-    (TRANSFORMER, "flex_attention"): (66048, 591360),
-    (TRANSFORMER, "lora"): (2048, 6144),
-    (TRANSFORMER, "lora_large"): (8192, 24576),
-    (TRANSFORMER, "mlp_small"): (65920, 590976),
-    (TRANSFORMER, "mlp"): (131712, 1181568),
-}
 
 
 def test_all_blueprints_of_a_family_are_examined_here():
@@ -196,19 +156,9 @@ def test_all_blueprints_of_a_family_are_examined_here():
 @pytest.mark.parametrize(("family", "name"), FORMULAS)
 def test_a_blueprint_has_as_many_parameters_as_its_formula_says(family, name):
     blueprint, formula = blueprint_by_name(name, family), FORMULAS[family, name]
-    widths = (8, 16, 32, 64) if family is CNN else (128, 384)
-    counts = tuple(blueprint.num_params(width) for width in widths)
-    assert counts == tuple(formula(width) for width in widths)
-    assert counts == TABLE.get((family, name), counts)
-    assert [blueprint.num_params(width) for width in (2, 6)] == [formula(2), formula(6)]
-
-
-@pytest.mark.parametrize(
-    ("channels", "count"), [(2, 33), (4, 49), (8, 81), (16, 145), (32, 273), (64, 1057), (128, 4161), (384, 37057)]
-)
-def test_the_gate_network_has_the_tabulated_number_of_parameters(channels, count):
-    assert num_gate_params(channels) == count
-    assert sum(p.numel() for p in GateNetwork(channels).parameters()) == count
+    widths = (2, 6, 8, 64) if family is CNN else (2, 128)
+    counts = [sum(p.numel() for p in blueprint.build(width).parameters()) for width in widths]
+    assert counts == [formula(width) for width in widths]
 
 
 # -- initial weights --------------------------------------------------------------------------------------------------
@@ -222,15 +172,6 @@ def test_a_newborn_leaves_the_features_of_its_host_as_they_are(case, algorithm):
     assert (delta.shape, delta.dtype) == (h.shape, h.dtype)
     gate = new_gate(case.channels)(h) if algorithm is Algorithm.GATE else None
     assert torch.equal(blend(h, delta, algorithm, torch.ones(()), gate), h)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
-@pytest.mark.parametrize(("family", "name"), FORMULAS)
-def test_a_trained_network_with_a_newborn_fossil_gives_the_outputs_of_the_network_without_it(family, name, algorithm):
-    host, x = trained(family)
-    with torch.no_grad():
-        found = plain(host, [GrownSeed(point.slot_id, name, algorithm.name) for point in host.enabled]).module(x)
-        assert torch.equal(found, host.network(x))
 
 
 @pytest.mark.parametrize("case", cases(IMAGES[-1:], SEQUENCES[-1:]), ids=str)
@@ -265,20 +206,6 @@ def test_every_parameter_has_a_gradient_within_two_training_steps(case, algorith
     if algorithm is Algorithm.GATE:
         expected |= {f"gate.{spec.name}" for spec in gate.template.parameters.tensors}
     assert reached == expected
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_isolated_seed_never_changes_the_gradient_of_its_host_except_as_a_factor(case, algorithm):
-    seed, gate, h = grown_up(case), new_gate(case.channels), features(case).requires_grad_()
-    pull, delta = h.detach().flip(0), seed(h.detach())
-    weight = gate(h.detach()) if algorithm is Algorithm.GATE else None
-    hidden, active = (blend(h, delta, algorithm, alpha, weight) for alpha in (None, torch.tensor(0.5)))
-    assert torch.equal(hidden, h)
-    for_hidden, for_active = (torch.autograd.grad((y * pull).sum(), h, retain_graph=True)[0] for y in (hidden, active))
-    assert torch.equal(for_hidden, pull)
-    factor = 1.0 + 0.5 * torch.tanh(delta) if algorithm is Algorithm.MULTIPLY else torch.ones(())
-    torch.testing.assert_close(for_active, pull * factor, rtol=0, atol=0 if factor.dim() == 0 else 1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)

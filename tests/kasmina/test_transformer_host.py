@@ -81,15 +81,6 @@ def test_the_forward_pass_equals_the_layers_written_out():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_token_does_not_move_the_logits_before_it():
-    built, x = host().eval(), text()
-    changed = x.clone()
-    changed[:, 4] = (x[:, 4] + 1) % 11
-    before, after = built(x, unchanged), built(changed, unchanged)
-    assert torch.equal(before[:, :4], after[:, :4])
-    assert (before[:, 4:] != after[:, 4:]).any(dim=-1).all()
-
-
 # -- initialization ---------------------------------------------------------------------------------------------------
 
 
@@ -154,21 +145,6 @@ def test_dropout_is_keyed_and_leaves_evaluation_and_the_global_generator_alone()
     assert torch.equal(built.eval()(x, unchanged), plain.eval()(x, unchanged))
 
 
-def test_attention_drops_weights_in_training_and_scales_those_that_stay():
-    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(4, 2, dropout=0.25))).train()
-    with torch.no_grad():
-        layer.qkv.weight.zero_()
-        layer.qkv.bias.copy_(torch.tensor([0.0] * 8 + [1.0] * 4))  # equal scores, all values 1
-        layer.out.weight.copy_(torch.eye(4))
-        layer.out.bias.zero_()
-    draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
-    sums = layer(torch.zeros(500, 2, 4)).detach()
-    # a first token has one weight of 1, a second one two of 1/2; each that stays becomes 4/3 as large
-    assert {round(value, 4) for value in sums[:, 0].unique().tolist()} == {0.0, 1.3333}
-    assert {round(value, 4) for value in sums[:, 1].unique().tolist()} == {0.0, 0.6667, 1.3333}
-    assert abs(float(sums.mean()) - 1.0) < 0.05
-
-
 def test_attention_that_drops_weights_has_the_gradients_of_its_formula():
     layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
     h = torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -214,27 +190,6 @@ def test_embeddings_with_options_that_their_stacked_form_lacks_are_not_stacked(o
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocabulary": 1}, "host.vocabulary is 1; it must be at least 2"),
-        ({"width": 1, "heads": 1}, "host.width is 1; it must be at least 2"),
-        ({"heads": 0}, "host.heads is 0"),
-        ({"heads": 3}, "host.heads is 3; it must divide host.width, which is 8"),
-        ({"layers": 0}, "host.layers is 0"),
-        ({"segments": 0}, "host.segments is 0"),
-        ({"segments": 3}, "host.segments is 3; it must divide host.layers, which is 4"),
-        ({"context": 0}, "host.context is 0"),
-        ({"dropout": 1.0}, "host.dropout is 1.0; it must be below 1"),
-        ({"dropout": -0.1}, "host.dropout is -0.1"),
-        ({"dropout": math.nan}, "host.dropout is nan"),
-    ],
-)
-def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        spec(**changes)
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,8 @@ def load_state(module: GrownModule, weights: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, " Q"]) -> None:
     """Copy the weights of a row into a module of that layout."""
-    parts = (
-        (parameter_layout(module), params, dict(module.named_parameters())),
-        (buffer_layout(module), buffers, dict(module.named_buffers())),
-    )
-    for layout, row, own in parts:
+    own: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    for layout, row in ((parameter_layout(module), params), (buffer_layout(module), buffers)):
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
 
@@ -262,8 +259,7 @@ def fields_of(value: object) -> dict[str, Any] | None:
 def restored(tree: Mapping[str, Any] | None, package: str) -> object:
     """The dataclass of `fields_of`; None if its class is not one of this package's, which alone are imported.
 
-    Raises:
-        TypeError, ConfigError: its fields are wrong.
+    Raises TypeError or ConfigError if its fields are wrong.
     """
     values = dict(tree or {})
     place, _, name = str(values.pop("class", "")).rpartition(".")
@@ -353,11 +349,7 @@ def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, Inject
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
-    """A plain network with the weights of `host`, and new seeds.
-
-    Raises:
-        RegistryError: a blueprint that is not registered.
-    """
+    """A plain network with the weights of `host`, and new seeds; raises RegistryError for an unknown blueprint."""
     model, path_of = _plain_host(host)
     built = deterministic_build(model)
     network = getattr(built, "_orig_mod", built)  # what torch.compile wraps

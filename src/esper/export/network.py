@@ -117,11 +117,8 @@ def _write_runnable(
             why = "; ".join(dict.fromkeys(failed.values()))
             said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
         for name in [name for name in wanted if name != won]:
-            error, notes = (
-                tried(SOURCE, folder / SOURCE, folder / name)
-                if won == SOURCE
-                else tried(PICKLE, pickled, folder / name)
-            )
+            kind, source = (SOURCE, folder / SOURCE) if won == SOURCE else (PICKLE, pickled)
+            error, notes = tried(kind, source, folder / name)
             said += notes if error is None else [f"there is no {name}: {error}."]
     if missing:
         said.append(f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them.")
@@ -268,17 +265,11 @@ class GrownNetwork:
         live: bool = False,
         origin: Origin | None = None,
     ) -> "GrownNetwork":
-        """One host of an engine with its permanent seeds.
+        """One host, a row of an engine between two steps, with its permanent seeds.
 
-        Args:
-            engine: between two steps.
-            task: what the engine was built from.
-            dataset: as well.
-            stats: its present episode (`engine.rollout` or `engine.outcome`).
-            host: row in the engine.
-            test: figure of merit on the test split, if it was measured.
-            live: whether seeds in BLENDING and HOLDING belong to the network too, with their present alpha.
-            origin: the round and host of a run, if it grew in one.
+        The engine was built from `task` and `dataset`, and `stats` are its present episode (`engine.rollout` or
+        `engine.outcome`). `test` is the figure of merit on the test split, if it was measured; `live` says whether
+        seeds in BLENDING and HOLDING belong to the network too, with their present alpha.
 
         Raises:
             ExportError: the task runs no networks, there is no such host, or its outputs are not finite.
@@ -395,7 +386,7 @@ class GrownNetwork:
         if self.examples is None:
             batch = self.description.example(_SIZES[0])
         else:
-            batch = _prepared(self.examples.dataset, self.examples.dataset.val.x[: _SIZES[0]])
+            batch = self.examples.dataset.as_inputs(self.examples.dataset.val.x[: _SIZES[0]]).cpu()
         found, notes = list[Example](), list[str]()
         for size in _SIZES:
             args, kwargs = self.host.arguments(batch[:size])
@@ -458,15 +449,10 @@ def _points(model: Any, host: Host, examples: Examples, split: Split) -> float: 
     """The figure of merit of a network on a split, on the CPU."""
     objective, sums = of_split(examples.objective, split.y), torch.zeros(2, dtype=torch.float64)
     for x, y in zip(split.x.split(examples.batch), split.y.split(examples.batch), strict=True):
-        args, kwargs = host.arguments(_prepared(examples.dataset, x))
+        args, kwargs = host.arguments(examples.dataset.as_inputs(x).cpu())
         scores = objective.scores(host.collected(model(*args, **kwargs)), y.cpu())
         sums += torch.stack((scores.score.sum(dtype=torch.float64), scores.weight.sum(dtype=torch.float64)))
     return float(objective.points(*sums))
-
-
-def _prepared(dataset: Dataset, x: Tensor) -> Tensor:
-    """Inputs of the network from stored examples, on the CPU."""
-    return dataset.as_inputs(x).cpu()
 
 
 def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:

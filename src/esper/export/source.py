@@ -69,8 +69,7 @@ class Code:
     def name(self, value: Any, wanted: str, place: ModuleType | None = None) -> str:  # noqa: ANN401
         """The name of `value` in the file, where it is defined if it is new: `wanted`, or that with underscores.
 
-        Raises:
-            UnwritableError: there is no source for it; `place` is the module in which it may be assigned.
+        `place` is the module in which it may be assigned; raises UnwritableError if there is no source for it.
         """
         while wanted in self._known:
             known = self._known[wanted]
@@ -325,10 +324,8 @@ def _free_names(text: str, *, annotations: bool = False) -> set[str]:
 def written(plain: Plain, description: Description, inputs: object, *, imports: bool) -> tuple[str, list[str]]:
     """The text of model.py, and sentences about what is not as usual; `inputs` is `Dataset.inputs`.
 
-    With `imports`, classes of modules that can be imported are imported from there; else they are copied.
-
-    Raises:
-        UnwritableError: the source of the network or of a seed is not to be had.
+    With `imports`, classes of modules that can be imported are imported from there; else they are copied. Raises
+    UnwritableError if the source of the network or of a seed is not to be had.
     """
     code = Code(imports=imports)
     host = code.call(plain.model) + "._orig_mod" * plain.compiled

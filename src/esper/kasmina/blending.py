@@ -84,14 +84,9 @@ def blend(
     alpha: Float[Tensor, "*A"] | None,
     gate: Float[Tensor, "*G"] | None = None,
 ) -> Features:
-    """The features after the slot, in the dtype of `h`.
+    """The features after the slot, in the dtype of `h`, from the outputs of a seed and, for GATE, of its gate network.
 
-    Args:
-        h: the host's features.
-        delta: the seed's output.
-        algorithm: ADD, MULTIPLY or GATE.
-        alpha: 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1]; None for a hidden seed.
-        gate: output of the gate network, for GATE only.
+    `alpha` is 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1]; None for a hidden seed.
     """
     others = (None if x is None else x.to(h.dtype) for x in (alpha, gate))
     blended: Tensor = _Blend.apply(h, delta.to(h.dtype), algorithm, *others)  # type: ignore[no-untyped-call]

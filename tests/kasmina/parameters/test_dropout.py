@@ -19,7 +19,7 @@ from esper.kasmina.parameters.dropout import (
 )
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, parameter_layout
-from esper.kasmina.parameters.stacking import HOST_EXAMPLES, StackedAttention, stack_layers, stacked_host, way_to_stack
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, StackedAttention, stack_layers, stacked_host
 from user_networks import Encoder
 
 KEY = {"run_seed": 3, "episode": 2, "t": 7, "slot": 1, "host": 5}
@@ -154,15 +154,6 @@ def test_dropped_weights_are_keyed_and_the_others_are_enlarged():
     torch.testing.assert_close(keyed.eval()(x, x, x)[0], layer(x, x, x)[0])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("first", [False, True])
-def test_layers_of_an_encoder_are_stacked_and_not_run_one_by_one(first, dropout):
-    layer = deterministic_build(
-        lambda: nn.TransformerEncoderLayer(D, HEADS, 12, dropout=dropout, batch_first=True, norm_first=first)
-    )
-    assert way_to_stack("encoder", with_keyed_dropout(layer), torch.zeros(1, T, D)) is stack_layers
-
-
 def test_many_encoders_in_evaluation_are_each_its_own():
     """Without gradients PyTorch would run its fused kernel on the weights of all hosts."""
     hosts = 3
@@ -172,7 +163,7 @@ def test_many_encoders_in_evaluation_are_each_its_own():
     stacked = StackedTemplate(stack_layers(builds[0]), layout, buffer_layout(builds[0]))
     assert type(stacked.module.encoder.layers[0].self_attn) is StackedAttention
     stacked.train(False)
-    stacked.bind(stacked.views(rows), ())
+    stacked.assign(stacked.views(rows), ())
     tokens = torch.randint(11, (4, hosts, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together = stacked(tokens.flatten(0, 1)).unflatten(0, (4, hosts))
@@ -205,13 +196,3 @@ def test_attention_with_rare_options_is_left_as_it_is():
     for settings in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         layer = with_keyed_dropout(attention(dropout=0.1, **settings))
         assert type(layer) is nn.MultiheadAttention
-
-
-def test_a_quarter_is_dropped_and_the_rest_is_a_third_larger():
-    layer = Dropout(0.25, channels=False)
-    layer.draws = draws_of(0, 1)
-    y = layer(torch.full((200, 4, 3, 3), 3.0))
-    assert sorted(y.unique().tolist()) == [0.0, 4.0]
-    assert abs(float((y == 0.0).float().mean()) - 0.25) < 0.02  # standard error 0.005
-    layer.eval()
-    assert layer(y) is y

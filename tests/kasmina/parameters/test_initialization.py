@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints.registry import FunctionBlueprint
-from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters import initialization
 from esper.kasmina.parameters.initialization import (
     InitTable,
@@ -123,51 +122,6 @@ def test_weights_drawn_in_pieces_are_those_drawn_at_once(monkeypatch, at_once):
     assert whole.shape[1] % 2400
     monkeypatch.setattr(initialization, "_WORDS_AT_ONCE", at_once)
     assert torch.equal(fresh_rows(table, **key), whole)
-
-
-def test_the_weights_of_a_host_do_not_depend_on_the_others():
-    _, table = mixed_table()
-    hosts = torch.tensor([5, 0, 11])
-    together = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=1)
-    for i, host in enumerate(hosts):
-        assert torch.equal(together[i], fresh_rows(table, 3, Stream.SEED_INIT, host[None], episode=2, t=4, slot=1)[0])
-    per_host = torch.tensor([1, 1, 2])
-    mixed_slots = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=per_host)
-    assert torch.equal(mixed_slots[:2], together[:2])
-    assert not torch.equal(mixed_slots[2], together[2])
-
-
-@pytest.mark.parametrize(
-    "change", [{"run_seed": 4}, {"stream": Stream.HOST_INIT}, {"episode": 1}, {"t": 5}, {"slot": 1}]
-)
-def test_every_part_of_the_key_gives_other_weights(change):
-    _, table = mixed_table()
-    base = {"run_seed": 3, "stream": Stream.SEED_INIT, "episode": 0, "t": 4, "slot": 0}
-    hosts = torch.arange(2)
-    assert not torch.equal(fresh_rows(table, host=hosts, **base), fresh_rows(table, host=hosts, **(base | change)))
-
-
-def test_building_is_deterministic_and_leaves_the_global_generator_alone():
-    torch.manual_seed(99)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-    first = deterministic_build(Mixed)
-    assert torch.equal(torch.rand(3), expected)
-    second = deterministic_build(Mixed)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
-    spec = CNNHostSpec(in_channels=3, base=8, blocks=2, kernel=3, pools=2, classes=10)
-    builds = build_twice(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
-    layout = parameter_layout(builds.module)
-    bounds = layout.unpack(init_table(builds, layout, {}).spread)
-    largest = {name: float(bound.max()) for name, bound in bounds.items()}
-    assert largest == pytest.approx({
-        "blocks.0.conv.weight": 1 / math.sqrt(27), "blocks.0.norm.weight": 0, "blocks.0.norm.bias": 0,
-        "blocks.1.conv.weight": 1 / math.sqrt(72), "blocks.1.norm.weight": 0, "blocks.1.norm.bias": 0,
-        "head.weight": 0.25, "head.bias": 0.25,
-    })  # fmt: skip
 
 
 def test_a_birth_name_that_does_not_exist_is_refused():

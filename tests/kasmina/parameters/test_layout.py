@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from esper.kasmina.blueprints.registry import FunctionBlueprint
@@ -58,19 +56,6 @@ class Odd(nn.Module):
         return self.scale * x + self.shift[self.order].sum() + self.matrix.sum()
 
 
-class Tied(nn.Module):
-    """Input and output share one table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3, bias=False)
-        self.outer = nn.Linear(3, 3, bias=False)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(torch.tanh(self.inner(x)))
-
-
 def test_a_layout_is_what_one_would_write_down_by_hand():
     layout = parameter_layout(Odd())
     assert [(s.name, s.shape, s.offset, s.numel, s.part) for s in layout.tensors] == [
@@ -78,30 +63,11 @@ def test_a_layout_is_what_one_would_write_down_by_hand():
         ("shift", (17,), 16, 17, 2),
         ("matrix", (4, 4), 48, 16, 4),
     ]
-    assert (layout.total, layout.num_params, layout.num_tensors) == (64, 34, 3)
+    assert (layout.total, layout.num_params) == (64, 34)
     expected = [0] + [3] * 15 + [1] * 17 + [3] * 15 + [2] * 16
     assert layout.segment_ids.tolist() == expected
     assert layout.matrix_mask.tolist() == [i == 2 for i in expected]
     assert layout.padding_mask.tolist() == [i == 3 for i in expected]
-
-
-@settings(max_examples=30)
-@given(
-    shapes=st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6), rows=st.integers(1, 3)
-)
-def test_unpack_undoes_pack_and_every_tensor_is_aligned(shapes, rows):
-    module = nn.Module()
-    for i, shape in enumerate(shapes):
-        module.register_parameter(f"p{i}", nn.Parameter(torch.zeros(shape)))
-    layout = parameter_layout(module)
-    tensors = {f"p{i}": torch.randn(rows, *shape) for i, shape in enumerate(shapes)}
-    rows_ = layout.pack(tensors)
-    assert rows_.shape == (rows, layout.total)
-    assert all(s.offset % 16 == 0 for s in layout.tensors)
-    assert rows_[:, layout.padding_mask].count_nonzero() == 0
-    for name, value in layout.unpack(rows_).items():
-        assert torch.equal(value, tensors[name])
-        assert value.untyped_storage().data_ptr() == rows_.untyped_storage().data_ptr()
 
 
 def test_a_bound_template_computes_what_the_module_computes():
@@ -136,46 +102,6 @@ def test_gradients_arrive_in_the_preset_slab_and_in_no_other_row():
     assert gradients[1, template.parameters.padding_mask].count_nonzero() == 0
     for name, gradient in template.parameters.unpack(gradients).items():
         torch.testing.assert_close(gradient[1], host.get_parameter(name).grad)
-
-
-def test_rebinding_switches_rows_completely():
-    template = Template(Odd())
-    layout = template.parameters
-    rows_ = layout.pack(
-        {"scale": torch.tensor([1.0, 10.0]), "shift": torch.zeros(2, 17), "matrix": torch.zeros(2, 4, 4)}
-    )
-    buffers = torch.zeros(2, template.buffers.total)
-    answers = []
-    for row in (0, 1, 0):
-        template.bind(rows_[row], buffers[row])
-        answers.append(float(template(torch.tensor(5.0))))
-    assert answers == [5.0, 50.0, 5.0]
-    assert buffers[:, 0].tolist() == [2.0, 1.0]
-
-
-def test_tied_weights_are_one_tensor_with_two_names():
-    module = Tied()
-    template = Template(copy.deepcopy(module))
-    (spec,) = template.parameters.tensors
-    assert (spec.name, spec.aliases) == ("inner.weight", ("outer.weight",))
-    assert template.parameters.num_params == 9
-    row = template.parameters.pack(dict(module.named_parameters())).requires_grad_()
-    template.bind(row, torch.zeros(0))
-    x = torch.randn(5, 3)
-    assert torch.equal(template(x), module(x))
-    template(x).sum().backward()
-    module(x).sum().backward()
-    torch.testing.assert_close(row.grad[:9].view(3, 3), module.inner.weight.grad)
-
-
-def test_evaluation_changes_no_buffer():
-    template = Template(digits_host())
-    buffers = template.buffers.pack({n: torch.full_like(b, 0.5) for n, b in template.module.named_buffers()})
-    before = buffers.clone()
-    template.train(False)
-    template.bind(torch.randn(template.parameters.total), buffers)
-    template(digits_images(), keep)
-    assert torch.equal(buffers, before)
 
 
 def test_batch_counters_are_dropped_or_refused():

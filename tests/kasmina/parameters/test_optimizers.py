@@ -1,15 +1,11 @@
 """Optimizers on rows of hosts, against the optimizers of torch row by row."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from esper.kasmina.parameters.optimizers import (
-    AdamWState,
     OptimizerSpec,
-    SGDState,
     clip_factor,
     host_decay_mask,
     init_state,
@@ -83,37 +79,6 @@ def test_idle_rows_keep_every_bit_even_with_gradients_that_are_no_numbers(kind):
         assert not torch.equal(value[2], old[2]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_rests_goes_on_as_if_the_step_had_not_been(kind):
-    """Row 0 skips the second of three steps and must equal a row that took the first and third only."""
-    spec = OptimizerSpec(kind=kind)
-    params, alone = draw(0), draw(0)[:1]
-    state, state_alone = init_state(spec, params), init_state(spec, alone)
-    for step in range(3):
-        active = torch.tensor([step != 1, True, True])
-        step_rows(spec, params, draw(step + 1), state, 0.02, None, active)
-        if step != 1:
-            step_rows(spec, alone, draw(step + 1)[:1], state_alone, 0.02)
-    assert torch.equal(params[:1], alone)
-
-
-def test_sgd_takes_its_first_two_steps_as_worked_out_by_hand():
-    spec = OptimizerSpec(momentum=0.9)
-    params, state = torch.ones(1, 1), init_state(spec, torch.ones(1, 1))
-    step_rows(spec, params, torch.tensor([[2.0]]), state, 0.1)
-    torch.testing.assert_close(params, torch.tensor([[0.8]]))  # momentum 2
-    step_rows(spec, params, torch.tensor([[1.0]]), state, 0.1)
-    torch.testing.assert_close(params, torch.tensor([[0.52]]))  # momentum 0.9 * 2 + 1 = 2.8
-
-
-def test_adamw_takes_a_first_step_of_the_learning_rate_after_its_decay():
-    spec = OptimizerSpec(kind="adamw", adamw_weight_decay=0.5)
-    params, state = torch.tensor([[2.0, 2.0]]), init_state(spec, torch.zeros(1, 2))
-    step_rows(spec, params, torch.tensor([[3.0, -3.0]]), state, 0.1, torch.tensor([True, False]))
-    # decay: 2 * (1 - 0.1 * 0.5) = 1.9; step: 0.1 * sign of the gradient
-    torch.testing.assert_close(params, torch.tensor([[1.8, 2.1]]))
-
-
 def test_padding_without_gradient_stays_zero():
     for kind in KINDS:
         spec = OptimizerSpec(kind=kind)
@@ -144,45 +109,9 @@ def test_small_norms_are_left_alone_and_a_norm_of_three_millionths_is_clipped_to
     torch.testing.assert_close(clip_factor(norms, 1e-6), torch.tensor([1.0, 0.25, 1e-6]))
 
 
-def test_the_state_has_the_shape_of_the_rows_and_starts_at_zero():
-    like = torch.ones(2, 3, 5)
-    sgd, adamw = init_state(OptimizerSpec(), like), init_state(OptimizerSpec(kind="adamw"), like)
-    assert isinstance(sgd, SGDState)
-    assert isinstance(adamw, AdamWState)
-    assert {name: tuple(v.shape) for name, v in named_tensors(sgd)} == {"momentum": (2, 3, 5)}
-    assert {name: tuple(v.shape) for name, v in named_tensors(adamw)} == {
-        "exp_avg": (2, 3, 5),
-        "exp_avg_sq": (2, 3, 5),
-        "steps": (2, 3),
-    }
-    assert all(v.count_nonzero() == 0 for state in (sgd, adamw) for _, v in named_tensors(state))
-
-
 def test_sgd_decays_everything_and_adamw_matrices_alone():
     assert host_decay_mask(OptimizerSpec(), MATRIX).all()
     assert torch.equal(host_decay_mask(OptimizerSpec(kind="adamw"), MATRIX), MATRIX)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"host_lr": math.nan}, "host_lr is nan"),
-        ({"seed_lr": math.inf}, "seed_lr is inf"),
-        ({"host_lr": 0.0}, "host_lr is 0.0"),
-        ({"grad_clip": -1.0}, "grad_clip"),
-        ({"eps": 0.0}, "eps"),
-        ({"momentum": 1.0}, "momentum"),
-        ({"momentum": math.nan}, "momentum"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\]"),
-        ({"sgd_weight_decay": -1e-4}, "sgd_weight_decay"),
-        ({"adamw_weight_decay": math.nan}, "adamw_weight_decay"),
-        ({"schedule": "cosin"}, "schedule is"),
-        ({"warmup": -1}, "warmup is -1"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        OptimizerSpec(**changes)
 
 
 def torch_scheduler(optimizer, spec, length):
@@ -210,19 +139,6 @@ def test_the_factors_are_those_of_the_schedulers_of_torch(schedule, warmup):
         optimizer.step()
         scheduler.step()
     assert [schedule_factor(spec, t, length) for t in range(1, length + 1)] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "factors"),
-    [
-        ("cosine", 0, [1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
-        ("linear", 2, [1 / 3, 2 / 3, 1.0, 0.5]),
-        ("constant", 1, [0.5, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_factors_of_four_steps(schedule, warmup, factors):
-    spec = OptimizerSpec(schedule=schedule, warmup=warmup)
-    assert [schedule_factor(spec, t, 4) for t in (1, 2, 3, 4)] == pytest.approx(factors)
 
 
 def test_the_factors_of_a_seed_begin_to_fall_with_its_birth():

@@ -1,7 +1,6 @@
 """The population: who is born with which weights, what remains of a seed, and what a snapshot brings back."""
 
-from collections.abc import Iterator
-from types import MappingProxyType
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,15 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import FlatParameters, channels_last, host_kind, runs_channels_last
-from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.random import Stream, to_uniform, words
 from esper.leyline.tensor_dataclass import named_tensors
-from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
+from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population
 from user_networks import ResNet8
 
 CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
@@ -211,63 +208,6 @@ def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
     assert torch.equal(hosts.host.params[0], start)
 
 
-def test_a_population_is_stored_and_loaded_to_the_bit(hosts):
-    born(hosts, [(0, 0), (2, 1)], gated=True)
-    hosts.snapshot_hosts(np.array([True, False, True]))
-    hosts.seeds.optimizer.momentum.fill_(0.3)
-    other = population(3)
-    other.load_state_dict(copies(hosts))
-    assert same_tree(other.state_dict(), hosts.state_dict())
-
-
-def test_a_population_of_another_size_is_refused(hosts):
-    with pytest.raises(CheckpointError, match="population"):
-        population(2).load_state_dict(copies(hosts))
-
-
-class _Shift(nn.Module):
-    """h -> scale * h + shift, one number per channel."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(channels))
-        self.shift = nn.Parameter(torch.full((channels,), 5.0))
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h * self.scale[:, None, None] + self.shift[:, None, None]
-
-
-class _ShiftBlueprint(AbstractBlueprint):
-    name = "test_shift"
-    family = HostFamily.CNN
-    init = MappingProxyType({"scale": 0.0})
-
-    def build(self, channels: int) -> nn.Module:
-        return _Shift(channels)
-
-
-@pytest.fixture
-def shift() -> Iterator[int]:
-    index = registry.register(_ShiftBlueprint())
-    yield index
-    registry.unregister("test_shift")
-
-
-def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
-    hosts = population(2)
-    hosts.reset(EPISODE)
-    costs = hosts.costs(EXAMPLE)
-    assert costs.seed_params[:, shift].tolist() == [2 * CHANNELS[slot] for slot in SLOTS]
-    assert bool(costs.selectable[shift])
-    born(hosts, [(1, 0)], shift)
-    layout = hosts.seed_kinds[4, shift].template.parameters
-    grown = layout.unpack(hosts.seeds.params[S, : layout.total])
-    assert grown["scale"].tolist() == [0.0] * 4  # as `init` says
-    assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
-    hosts.release(mask(2, (1, 0)))
-    assert not hosts.seeds.params.any()
-
-
 def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
     costs = hosts.costs(EXAMPLE)
     for s, slot in enumerate(SLOTS):
@@ -349,14 +289,6 @@ class Viewing(nn.Module):
         return self.out(torch.relu(self.conv(x)).view(len(x), -1))
 
 
-@pytest.mark.parametrize(("network", "runs"), [(Viewing, False), (ResNet8, True)])
-def test_a_network_gets_channels_last_images_where_it_takes_them(network, runs):
-    x = torch.randn(2, 1 if network is Viewing else 3, 6, 6)
-    host = ModuleHostSpec.of(network, ["conv" if network is Viewing else "layer1"], x[:1])
-    kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))
-    assert runs_channels_last(kind, x) is runs
-
-
 class Shortcut(nn.Module):
     """A block whose shortcut halves the images by a strided 1x1 convolution."""
 
@@ -371,12 +303,19 @@ class Shortcut(nn.Module):
         return self.head(h.mean((2, 3)))
 
 
-@pytest.mark.parametrize(("channels", "runs"), [(4, False), (7, False), (8, True)])
-def test_a_narrow_strided_shortcut_gets_images_as_they_are_because_its_gradient_corrupts_memory(channels, runs):
-    x = torch.randn(2, 3, 8, 8)
-    host = ModuleHostSpec.of(lambda: Shortcut(channels), ["stem"], x[:1])
-    kind = host_kind(host.build(host.points()[0].slot_id.split(), x[:1]), torch.device("cpu"))
-    assert runs_channels_last(kind, x) is runs
+@pytest.mark.parametrize(
+    ("model", "slot", "channels", "runs"),
+    [
+        (Viewing, "conv", 1, False),
+        (ResNet8, "layer1", 3, True),
+        # the gradient of a narrow strided shortcut corrupts memory
+        *((partial(Shortcut, width), "stem", 3, runs) for width, runs in ((4, False), (7, False), (8, True))),
+    ],
+)
+def test_a_network_gets_channels_last_images_where_it_takes_them(model, slot, channels, runs):
+    x = torch.randn(2, channels, 6, 6)
+    host = ModuleHostSpec.of(model, [slot], x[:1]).build([slot], x[:1])
+    assert runs_channels_last(host_kind(host, torch.device("cpu")), x) is runs
 
 
 def test_channels_last_images_have_the_same_values_in_another_order_also_with_one_channel():

@@ -97,18 +97,14 @@ def measured(t: int, slots: SlotState, **changes: Tensor) -> Measurements:
 
 
 class RandomScript:
-    """Measurements and actions that depend on (seed, t, host number) only: a part of the hosts sees the same draws.
+    """Measurements and actions that depend on (seed, t) only."""
 
-    Args:
-        hosts: numbers of the hosts that are driven, out of `num_hosts` that exist.
-    """
-
-    def __init__(self, seed: int, num_hosts: int, num_slots: int, hosts: slice = slice(None)) -> None:
-        self.seed, self.num_hosts, self.num_slots, self.hosts = seed, num_hosts, num_slots, hosts
+    def __init__(self, seed: int, num_hosts: int, num_slots: int) -> None:
+        self.seed, self.num_hosts, self.num_slots = seed, num_hosts, num_slots
 
     def _draw(self, t: int, kind: int, *shape: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + t * 31 + kind)
-        return torch.rand(self.num_hosts, *shape, generator=generator)[self.hosts]
+        return torch.rand(self.num_hosts, *shape, generator=generator)
 
     def measure(self, t: int, slots: SlotState) -> Measurements:
         """Good and bad gradients, rising and falling accuracies; now and then nothing was measured."""
@@ -214,30 +210,12 @@ class Driver:
         self.steps.append(done)
         return done
 
-    def run(self, script: dict[int, list[int] | Tensor], until: int, panic_at: int | None = None) -> list[Step]:
+    def run(self, script: dict[int, list[int] | Tensor], until: int) -> list[Step]:
         """Steps up to and including `until`; `script[t]` is the action in step t ([8] or [N, 8]), else WAIT."""
         num_envs = self.slots.stage.shape[0]
         while self.t < until:
             t = self.t + 1
             chosen = script.get(t, action())
             chosen = chosen if isinstance(chosen, Tensor) else everybody(num_envs, chosen)
-            self.step(chosen, panic=torch.full((num_envs,), t == panic_at))
+            self.step(chosen)
         return self.steps
-
-
-def random_episode(
-    seed: int,
-    num_hosts: int,
-    num_slots: int,
-    length: int,
-    config: LifecycleConfig,
-    *,
-    hosts: slice = slice(None),
-    panics: bool = True,
-) -> list[Step]:
-    """An episode of scripted chance, the same for each host whichever others are driven with it."""
-    script = RandomScript(seed, num_hosts, num_slots, hosts)
-    driver = Driver(len(range(num_hosts)[hosts]), num_slots, config, script.measure)
-    for t in range(1, length + 1):
-        driver.step(policy=script.act, panic=script.panic(t) if panics else None)
-    return driver.steps

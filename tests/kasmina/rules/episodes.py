@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from driver import random_episode, seed_costs
+from driver import Driver, RandomScript, seed_costs
 
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.lifecycle import apply_ops, feedback, tick
@@ -28,7 +28,11 @@ every_rulebook = pytest.mark.parametrize("name", list(RULES))
 @functools.cache
 def episode(name):
     """A random episode of many hosts, rollbacks included; shared by the tests of this file, which only read it."""
-    return random_episode(SEEDS[name], HOSTS, SLOTS, LENGTH, RULES[name])
+    script = RandomScript(SEEDS[name], HOSTS, SLOTS)
+    driver = Driver(HOSTS, SLOTS, RULES[name], script.measure)
+    for t in range(1, LENGTH + 1):
+        driver.step(policy=script.act, panic=script.panic(t))
+    return driver.steps
 
 
 def same(a, b):

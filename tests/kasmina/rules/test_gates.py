@@ -24,7 +24,9 @@ def one_slot_each(rows, **common):
     """N hosts with one slot; each row names the fields in which its slot differs from `common` and from empty."""
     names = {name for row in (common, *rows) for name in row}
     columns = {
-        name: torch.tensor([row.get(name, common.get(name, EMPTY[name][1])) for row in rows], dtype=EMPTY[name][0])
+        name: torch.tensor(
+            [row.get(name, common.get(name, EMPTY[name])) for row in rows], dtype=torch.tensor(EMPTY[name]).dtype
+        )
         for name in names
     }
     return replace(empty_slots(len(rows), 1, CPU), **{name: column[:, None] for name, column in columns.items()})

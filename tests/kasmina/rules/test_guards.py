@@ -8,7 +8,6 @@ from scalar_step import slot_dicts
 
 from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 
@@ -59,47 +58,10 @@ def test_legal_is_what_an_independent_scalar_function_says(config):
     assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
 
 
-def legal_set(slots, config, slot=0):
-    """Names of the ops that are legal on one slot of the first host."""
-    return {op.name for op in Op if legal_ops(slots, config)[0, op, slot]}
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode", "expected"),
-    [
-        (1, 0, {"WAIT", "GERMINATE"}),
-        (2, 0, {"WAIT", "PRUNE"}),
-        (3, 0, {"WAIT", "PRUNE"}),
-        (4, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE"}),
-        (4, 1, {"WAIT"}),
-        (4, 2, {"WAIT"}),
-        (6, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE"}),
-        (7, 0, {"WAIT"}),
-        (8, 0, {"WAIT"}),
-        (9, 0, {"WAIT"}),
-        (10, 0, {"WAIT"}),
-    ],
-)
-def test_a_single_slot_with_automatic_gates_may_do_what_its_stage_allows(stage, mode, expected):
-    assert legal_set(slots_of([[stage]], [[mode]]), LifecycleConfig()) == expected
-
-
 def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():
     for stage in (0, 5):
         legal = legal_ops(slots_of([[stage, 7]]), LifecycleConfig(auto_g1=False, auto_g2=False, auto_g3=False))
         assert not legal[0, 1:, 0].any()
-
-
-def test_the_target_is_the_slot_head_and_valid_is_the_op_on_that_slot():
-    legal = torch.zeros(3, 6, 2, dtype=torch.bool)
-    legal[:, Op.WAIT] = True
-    legal[1, Op.PRUNE, 1] = True
-    actions = torch.zeros(3, 8, dtype=torch.int64)
-    actions[:, Head.SLOT] = torch.tensor([1, 1, 0])
-    actions[:, Head.OP] = torch.tensor([Op.WAIT, Op.PRUNE, Op.PRUNE])
-    target, valid = resolve_target_slot(actions, legal, has_gate=torch.zeros(3, 2, dtype=torch.bool))
-    assert target.tolist() == [1, 1, 0]
-    assert valid.tolist() == [True, True, False]
 
 
 def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
@@ -114,25 +76,6 @@ def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
     has_gate = torch.tensor([case[2:4] for case in cases])
     _, valid = resolve_target_slot(actions, torch.ones(4, 6, 2, dtype=torch.bool), has_gate)
     assert valid.tolist() == [case[4] for case in cases]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"min_prune_age": -1},
-        {"embargo_epochs": -1},
-        {"min_training_epochs": 0},
-        {"min_blending_epochs": 0},
-        {"max_seeds": -1},
-        {"g2_health": float("nan")},
-        {"g5_contribution": float("inf")},
-        {"interaction_limit": 5},
-        {"shapley_limit": 7},
-    ],
-)
-def test_rules_that_cannot_be_are_rejected_at_birth(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        LifecycleConfig(**wrong)
 
 
 def test_the_default_rules_are_those_of_the_manual():

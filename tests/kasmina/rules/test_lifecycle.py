@@ -1,8 +1,9 @@
-"""Transitions, operations, and the whole rulebook against its scalar twin, over random episodes."""
+"""Transitions, operations, the rulebook against its scalar twin, and invariants, over random episodes."""
 
+import pytest
 import torch
 from driver import HOST_PARAMS, Driver, action, measured, seed_costs
-from episodes import HOSTS, RULES, SLOTS, episode, every_rulebook
+from episodes import HOSTS, MANUAL, RULES, SLOTS, differing, episode, every_rulebook, execute, same
 from scalar_rules import new_host
 from scalar_step import cost_dict, measurement_dicts
 from scalar_step import step as scalar_step
@@ -13,42 +14,9 @@ from esper.leyline.tensor_dataclass import named_tensors
 
 Op = LifecycleOp
 DORMANT, GERMINATED, TRAINING, BLENDING, HOLDING, FOSSILIZED, PRUNED, EMBARGOED, RESETTING = 1, 2, 3, 4, 6, 7, 8, 9, 10
-FOLLOWS = {
-    DORMANT: {GERMINATED},
-    GERMINATED: {TRAINING, PRUNED},
-    TRAINING: {BLENDING, PRUNED},
-    BLENDING: {HOLDING, PRUNED},
-    HOLDING: {FOSSILIZED, BLENDING, PRUNED},
-    FOSSILIZED: set(),
-    PRUNED: {EMBARGOED},
-    EMBARGOED: {RESETTING},
-    RESETTING: {DORMANT},
-}
-PAIRS = {(a, b) for a, successors in FOLLOWS.items() for b in successors}
 
 
 # -- transitions ------------------------------------------------------------------------------------------------------
-
-
-def moves(step):
-    """(from, to) of each single transition of a step: rollback, then op, then tick; [N, S] each, equal where none."""
-    pruned = torch.where(step.rolled_back, PRUNED, step.began.stage)
-    assert torch.equal(pruned, step.slots.stage)
-    assert torch.equal(step.ops.transitions.from_stage, step.slots.stage)
-    assert torch.equal(step.ops.transitions.to_stage, step.ticks.transitions.from_stage)
-    assert torch.equal(step.ticks.transitions.to_stage, step.after.stage)
-    yield step.began.stage, pruned, step.rolled_back
-    for part in (step.ops.transitions, step.ticks.transitions):
-        yield part.from_stage, part.to_stage, part.cause > 0
-
-
-@every_rulebook
-def test_only_transitions_that_exist_ever_happen_and_each_has_a_cause(name):
-    for step in episode(name):
-        for source, target, caused in moves(step):
-            happened = torch.stack((source, target), dim=-1)[caused].tolist()
-            assert {tuple(pair) for pair in happened} <= PAIRS
-            assert torch.equal(source != target, caused)
 
 
 def test_each_transition_has_the_cause_that_makes_it():
@@ -56,6 +24,7 @@ def test_each_transition_has_the_cause_that_makes_it():
     for name in RULES:
         for step in episode(name):
             for part in (step.ops.transitions, step.ticks.transitions):
+                assert torch.equal(part.from_stage != part.to_stage, part.cause > 0)
                 told = torch.stack((part.from_stage, part.to_stage, part.cause), dim=-1)[part.cause > 0]
                 for source, target, cause in told.unique(dim=0).tolist():
                     causes.setdefault((source, target), set()).add(cause)
@@ -103,6 +72,51 @@ def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
         assert driver.hosts.n_contributing.tolist() == [1, 0, 0]
 
 
+# -- when things happen -----------------------------------------------------------------------------------------------
+
+
+def tick_of(steps, stage):
+    """The steps whose tick brought the first slot to `stage`."""
+    moves = {step.t: step.ticks.transitions for step in steps}
+    return [t for t, m in moves.items() if m.cause[0, 0] > 0 and m.to_stage[0, 0] == stage]
+
+
+def legal_in(steps, op, slot=0, after=0):
+    """The steps later than `after` in which the op is legal on the slot."""
+    return [step.t for step in steps if step.legal[0, op, slot] and step.t > after]
+
+
+@pytest.mark.parametrize(("m", "tempo", "ticks", "e"), [(10, 1, 5, 1), (3, 0, 3, 1), (3, 2, 8, 4)])
+def test_every_event_of_an_automatic_life_has_its_step(m, tempo, ticks, e):
+    """Germinated in step e, with m epochs of training and `ticks` of the first ramp. A tick is seen a step later."""
+    born, rules = action(Op.GERMINATE, tempo=tempo, style=0), LifecycleConfig(min_training_epochs=m)
+    steps = Driver(1, 2, rules).run({e: born}, until=e + m + ticks + 2)
+    assert tick_of(steps, 3) == [e]
+    assert tick_of(steps, 4) == [e + m]
+    assert tick_of(steps, 6) == [e + m + ticks]
+    # the train pass of step u runs with the state that step u began with
+    assert [step.t for step in steps if step.began.stage[0, 0] == 3] == list(range(e + 1, e + m + 1))
+    silent = [step.t for step in steps if step.slots.stage[0, 0] == 4 and step.slots.alpha[0, 0] == 0.0]
+    assert silent == [e + m + 1]
+    moved = [step.t for step in steps if step.after.alpha[0, 0] != step.slots.alpha[0, 0]]
+    assert moved == list(range(e + m + 1, e + m + ticks + 1))
+    measured = [step.t for step in steps if step.slots.contribution_step[0, 0] == step.t]
+    assert measured[0] == e + m + 2
+    assert legal_in(steps, Op.FOSSILIZE)[0] == e + m + ticks + 1
+    assert legal_in(steps, Op.GERMINATE, slot=1, after=e)[0] == e + m + 1
+    resting = [step.t for step in steps if step.t >= e + 5 and step.slots.alpha_mode[0, 0] == 0]
+    assert legal_in(steps, Op.PRUNE) == resting
+
+
+# -- manual gates -----------------------------------------------------------------------------------------------------
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+# -- partial targets --------------------------------------------------------------------------------------------------
+
+
 # -- the scalar twin --------------------------------------------------------------------------------------------------
 
 
@@ -135,3 +149,55 @@ def test_the_batched_rules_are_their_scalar_twin_host_by_host_over_whole_episode
         assert step.success.tolist() == [success for success, _ in told]
         assert step.effective.tolist() == [effective for _, effective in told]
         assert_equal_to_twins(step.after, step.hosts_after, references, step.t)
+
+
+# -- invariants -------------------------------------------------------------------------------------------------------
+
+
+@every_rulebook
+def test_the_invariants_of_a_slot_hold_in_every_observed_and_every_final_state(name):
+    for step in episode(name):
+        for slots in (step.slots, step.after):
+            stage, alpha, mode = slots.stage, slots.alpha, slots.alpha_mode
+            active, arrived = torch.isin(stage, torch.tensor([4, 6, 7])), torch.isin(stage, torch.tensor([6, 7]))
+            has_module = torch.isin(stage, torch.tensor([2, 3, 4, 6, 7]))
+            assert torch.isin(stage, torch.tensor([1, 2, 3, 4, 6, 7, 8, 9, 10])).all()
+            assert ((alpha >= 0.0) & (alpha <= 1.0)).all()
+            assert (slots.alpha_done == slots.alpha_total)[mode == 0].all()
+            assert (slots.alpha_done < slots.alpha_total)[mode != 0].all()
+            assert ((alpha == 1.0) & (slots.alpha_target == 1.0) & (mode == 0))[arrived].all()
+            assert (alpha == 0.0)[~active].all()
+            assert (stage == BLENDING)[mode != 0].all()
+            assert ((slots.params > 0) == has_module).all()
+            assert ((slots.alpha_curve > 0) == has_module).all()
+            assert (slots.has_gate <= has_module).all()
+            assert ((slots.serial >= 0) == (stage != DORMANT)).all()
+            assert ((slots.blueprint > 0) == (stage != DORMANT)).all()
+            assert (torch.isnan(slots.acc_at_blending_start) == ~active).all()
+            assert ((slots.contribution_step >= 0) == ~torch.isnan(slots.contribution)).all()
+
+
+def test_every_field_of_a_host_is_filled_and_changes_in_the_course_of_an_episode():
+    steps = episode("automatic")
+    idle = {
+        name
+        for name, value in named_tensors(steps[0].hosts)
+        if all(same(getattr(step.hosts_after, name), value) for step in steps)
+    }
+    assert idle == {"host_params"}
+
+
+# -- purity -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_calls_agree_and_change_nothing_that_they_were_given():
+    step = episode("manual")[-1]
+    given = {"slots": step.slots, "hosts": step.hosts}
+    before = {name: {field: value.clone() for field, value in named_tensors(rec)} for name, rec in given.items()}
+    first, second = (execute(step, step.actions, MANUAL) for _ in range(2))
+    for one, two in ((first[0], second[0]), (first[1], second[1]), (first[2], second[2]), (first[3], second[3])):
+        assert differing(one, two) == set()
+    assert torch.equal(first[4], second[4])
+    for name, rec in given.items():
+        for field, value in named_tensors(rec):
+            assert same(value, before[name][field]), (name, field)

@@ -1,69 +1,21 @@
-"""Empty values, and writing many fields under one mask."""
+"""Empty values of fields, and what measurements make of them."""
 
 import dataclasses
-import functools
+import math
 
 import pytest
 import torch
-from driver import CPU, HOST_PARAMS, random_episode
-from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
+from driver import CPU, HOST_PARAMS, measured
+from scalar_rules import EMPTY_SLOT
 
-from esper.kasmina.rules.conditions import LifecycleConfig
-from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_values, vacate
+from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, ingest, new_hosts, require_known_values
 from esper.leyline.errors import CheckpointError
-from esper.leyline.messages import HostState, SlotState
+from esper.leyline.messages import SlotState
 from esper.leyline.tensor_dataclass import replace
-
-FIELDS = [field.name for field in dataclasses.fields(SlotState)]
-
-
-def same(a, b):
-    """Equal values, NaN equal to NaN."""
-    return torch.allclose(a.double(), b.double(), rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@functools.cache
-def full_slots():
-    """Slots in the middle of their lives, with every field filled somewhere."""
-    config = LifecycleConfig(min_training_epochs=1, min_prune_age=1, embargo_epochs=1, sequential=False)
-    return random_episode(seed=4, num_hosts=48, num_slots=3, length=12, config=config, panics=False)[-1].after
-
-
-def every_other(slots):
-    return (torch.arange(slots.stage.numel()) % 2 == 0).reshape(slots.stage.shape)
 
 
 def test_every_field_of_a_slot_has_an_empty_value():
-    assert set(EMPTY) == set(FIELDS) == set(EMPTY_SLOT)
-
-
-def test_new_slots_are_dormant_and_nothing_is_known_of_them():
-    slots = empty_slots(2, 3, CPU)
-    for name in FIELDS:
-        value = getattr(slots, name)
-        assert value.shape == (2, 3), name
-        assert same(value, torch.full((2, 3), float(EMPTY_SLOT[name]))), name
-
-
-def test_new_hosts_know_nothing_but_the_size_of_their_network():
-    hosts = new_hosts(3, HOST_PARAMS, CPU)
-    assert hosts.host_params.tolist() == [HOST_PARAMS] * 3
-    for field in dataclasses.fields(HostState):
-        if field.name != "host_params":
-            want = torch.tensor(NEW_HOST[field.name], dtype=torch.float64).expand(getattr(hosts, field.name).shape)
-            assert same(getattr(hosts, field.name), want), field.name
-
-
-@pytest.mark.parametrize(("forget", "emptied"), [(release, set(ON_RELEASE)), (vacate, set(FIELDS))])
-def test_release_forgets_the_module_and_vacate_forgets_everything_where_the_mask_is_set(forget, emptied):
-    slots = full_slots()
-    where = every_other(slots)
-    got = forget(slots, where)
-    for name in FIELDS:
-        old, new = getattr(slots, name), getattr(got, name)
-        want = torch.where(where, torch.tensor(EMPTY_SLOT[name], dtype=old.dtype), old) if name in emptied else old
-        assert new.dtype == old.dtype, name
-        assert same(new, want), name
+    assert set(EMPTY) == {field.name for field in dataclasses.fields(SlotState)} == set(EMPTY_SLOT)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +30,44 @@ def test_a_state_from_outside_with_an_unknown_value_is_refused(name, value):
     strange[1, 2] = value
     with pytest.raises(CheckpointError, match=rf"{name} \[{value}\]"):
         require_known_values(replace(slots, **{name: strange}), 13)
+
+
+# -- measurements into state ------------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def stability(losses):
+    """The count of stable steps, and whether the host is stabilized, after each of these validation losses."""
+    slots, hosts = empty_slots(1, 1, CPU), new_hosts(1, HOST_PARAMS, CPU)
+    counts, latched = [], []
+    for t, loss in enumerate(losses, start=1):
+        seen = measured(t, slots, val_loss=torch.tensor([loss]))
+        slots, hosts = ingest(slots, hosts, seen, t, torch.ones(1, dtype=torch.bool))
+        counts.append(hosts.stable_count.item())
+        latched.append(hosts.stabilized.item())
+    return counts, latched
+
+
+@pytest.mark.parametrize(
+    ("losses", "counts", "latched"),
+    [
+        # relative falls of 0.5, 0, 0, 0: the third stable step closes the latch
+        ([2.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 1, 2, 3], [False, False, False, False, True]),
+        # -0.04 and 0.02 are stable, 0.04 and -0.06 are not
+        ([1.0, 1.04, 1.0192, 0.978432, 1.03713792], [0, 1, 2, 0, 0], [False] * 5),
+        # a loss that cannot be compared with leaves the count alone
+        ([1.0, 1.0, 0.0, 1.0, 1.0], [0, 1, 0, 0, 1], [False] * 5),
+        ([1.0, 1.0, NAN, 1.0, 1.0, 1.0], [0, 1, 0, 0, 1, 2], [False] * 6),
+        ([1.0, 1.0, 1.0, math.inf, 1.0, 1.0], [0, 1, 2, 0, 0, 1], [False] * 6),
+    ],
+)
+def test_a_host_is_stabilized_after_three_steps_that_hardly_move_the_loss(losses, counts, latched):
+    assert stability(losses) == (counts, latched)
+
+
+@pytest.mark.parametrize(("relative", "stable"), [(-0.05, False), (-0.0499, True), (0.0299, True), (0.03, False)])
+def test_the_bounds_of_stability_are_exclusive(relative, stable):
+    # 1000 - 1000 r is exact enough: the bounds themselves land 1e-8 outside, the others well inside
+    counts, _ = stability([1.0, 1.0 - relative - (0.0 if stable else math.copysign(1e-6, relative))])
+    assert counts == [0, int(stable)]

@@ -2,7 +2,6 @@
 
 from esper.kasmina.blueprints.cnn import CNN_BLUEPRINTS
 from esper.kasmina.blueprints.layers import GateNetwork as GateNetwork
-from esper.kasmina.blueprints.layers import num_gate_params as num_gate_params
 from esper.kasmina.blueprints.registry import AbstractBlueprint as AbstractBlueprint
 from esper.kasmina.blueprints.registry import blueprint_at as blueprint_at
 from esper.kasmina.blueprints.registry import blueprint_by_name as blueprint_by_name

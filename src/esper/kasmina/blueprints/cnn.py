@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import LayerScale, TanhScale, chain
+from esper.kasmina.blueprints.layers import LayerScale, NormShift, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.lifecycle import HostFamily
 
@@ -52,21 +52,6 @@ class ChannelAttention(nn.Module):
         return h * factor_BC.view(*factor_BC.shape, 1, 1)
 
 
-@final
-class NormShift(nn.Module):
-    """tanh(s) * (GN(h) - h) with a scalar s that starts at zero."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = _group_norm(channels)
-        self.gain = TanhScale()
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        shifted: Tensor = self.gain(self.norm(h) - h)
-        return shifted
-
-
 def conv_light(c: int) -> nn.Module:
     """ReLU(GN(Conv3x3(h))), scaled: 9 C^2 + 3 C parameters."""
     return chain(conv=_conv(c, c, 3), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
@@ -79,7 +64,7 @@ def attention(c: int) -> nn.Module:
 
 def norm(c: int) -> nn.Module:
     """A step from h towards GN(h): 2 C + 1 parameters."""
-    return NormShift(c)
+    return NormShift(_group_norm(c))
 
 
 def depthwise(c: int) -> nn.Module:

@@ -41,6 +41,19 @@ class TanhScale(nn.Module):
         return torch.tanh(self.strength) * h
 
 
+class NormShift(nn.Module):
+    """tanh(s) * (norm(h) - h) with a scalar s that starts at zero."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.gain = norm, TanhScale()
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B, ...] -> [B, ...]."""
+        shifted: Tensor = self.gain(self.norm(h) - h)
+        return shifted
+
+
 class Positions(nn.Module):
     """h plus one trainable vector per position; sequences may be shorter than `context`."""
 
@@ -90,18 +103,9 @@ class CausalAttention(nn.Module):
         return mapped
 
 
-def _width(channels: int) -> int:
-    return max(8, channels // 4)
-
-
-def num_gate_params(channels: int) -> int:
-    """C d + 2 d + 1 with d = max(8, C // 4)."""
-    return channels * _width(channels) + 2 * _width(channels) + 1
-
-
 @final
 class GateNetwork(nn.Module):
-    """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): a number in (0, 1).
+    """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): a number in (0, 1). C d + 2 d + 1 parameters with d = max(8, C // 4).
 
     One per example: the mean is over space, or over the positions of a sequence. In a `causal` host it is one per
     token: the mean is over this token and earlier ones, because the gate of a language model must not see the future.
@@ -110,10 +114,10 @@ class GateNetwork(nn.Module):
 
     def __init__(self, channels: int, causal: bool = True) -> None:
         super().__init__()
-        self.causal = causal
-        self.hidden = nn.Linear(channels, _width(channels))
+        self.causal, width = causal, max(8, channels // 4)
+        self.hidden = nn.Linear(channels, width)
         self.act = nn.SiLU()
-        self.out = nn.Linear(_width(channels), 1)
+        self.out = nn.Linear(width, 1)
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T or 1, 1], which broadcast over the features."""

@@ -15,7 +15,6 @@ from typing import final
 
 from torch import nn
 
-from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 
@@ -44,10 +43,6 @@ class AbstractBlueprint(abc.ABC):
     def build(self, channels: int) -> nn.Module:
         """The network h -> delta, of equal shape and dtype, for features with `channels` channels."""
 
-    def num_params(self, channels: int) -> int:
-        """Number of parameters of the built network."""
-        return sum(p.numel() for p in deterministic_build(lambda: self.build(channels)).parameters())
-
 
 @final
 class FunctionBlueprint(AbstractBlueprint):
@@ -72,10 +67,7 @@ def register(blueprint: AbstractBlueprint) -> int:
     """Add a blueprint and return its index, the first free one from 13 on.
 
     Registering the same object again changes nothing and returns its index. Blueprints of several families can share
-    a name, and then share its index.
-
-    Raises:
-        RegistryError: the name is built in, taken by another blueprint, or not an identifier.
+    a name, and then share its index. Raises RegistryError if the name is built in, taken, or not an identifier.
     """
     name = _checked_name(blueprint)
     if name in BUILTIN_NAMES:
@@ -93,11 +85,7 @@ def register_builtin(blueprint: AbstractBlueprint) -> int:
 
 
 def unregister(name: str) -> None:
-    """Remove the latest registration, for all its families.
-
-    Raises:
-        RegistryError: `name` is not the last one registered, so that other indices would change.
-    """
+    """Remove the latest registration, for all its families; raises RegistryError for any other name."""
     if name in BUILTIN_NAMES or name != _names[-1]:
         own = ", ".join(_names[NUM_BUILTIN_BLUEPRINTS:]) or "none"
         raise RegistryError(
@@ -111,11 +99,7 @@ def unregister(name: str) -> None:
 
 
 def blueprint_at(index: int, family: HostFamily) -> AbstractBlueprint:
-    """The blueprint with this index in this family.
-
-    Raises:
-        RegistryError: there is none; index 0 (`noop`) never has one.
-    """
+    """The blueprint with this index in this family; raises RegistryError if there is none, as for 0 (`noop`)."""
     found = _entries.get((index, family))
     if found is None:
         raise RegistryError(
@@ -126,11 +110,7 @@ def blueprint_at(index: int, family: HostFamily) -> AbstractBlueprint:
 
 
 def blueprint_by_name(name: str, family: HostFamily) -> AbstractBlueprint:
-    """The blueprint with this name in this family.
-
-    Raises:
-        RegistryError: it is not registered; the message names the nearest one.
-    """
+    """The blueprint with this name in this family; raises RegistryError, which names the nearest, if there is none."""
     if name not in _names or (_names.index(name), family) not in _entries:
         known = [_names[index] for index in selectable(family)]
         raise RegistryError(f"there is no blueprint {name!r} for {family.name.lower()} hosts; {nearest(name, known)}")

@@ -7,14 +7,14 @@ ends with a linear layer or a bounded factor that starts at zero.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as block_mask_kernel
 
-from esper.kasmina.blueprints.layers import CausalAttention, TanhScale, causal_attention, chain
+from esper.kasmina.blueprints.layers import CausalAttention, NormShift, causal_attention, chain
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.lifecycle import HostFamily
 
@@ -23,24 +23,9 @@ _SMALLEST_HEAD = 16
 """Values per head, below which the block-mask kernel does not run."""
 
 
-@final
-class NormShift(nn.Module):
-    """tanh(s) * (LN(h) - h) with a scalar s that starts at zero."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.gain = TanhScale()
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        shifted: Tensor = self.gain(self.norm(h) - h)
-        return shifted
-
-
 def norm(d: int) -> nn.Module:
     """A step from h towards LN(h): 2 D + 1 parameters."""
-    return NormShift(d)
+    return NormShift(nn.LayerNorm(d))
 
 
 def attention(d: int) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
@@ -50,8 +50,7 @@ class _MaxPool(torch.autograd.Function):
 
 def _columns(h: Tensor) -> tuple[Tensor, Tensor]:
     """Left and right column of each window."""
-    height, width = h.shape[-2] // 2 * 2, h.shape[-1] // 2 * 2
-    even = h[..., :height, :width]
+    even = h[..., : h.shape[-2] // 2 * 2, : h.shape[-1] // 2 * 2]
     return even[..., ::2], even[..., 1::2]
 
 
@@ -66,9 +65,6 @@ def _share(grad: Tensor, values: tuple[Tensor, Tensor], into: tuple[Tensor, Tens
     second_wins = (values[1] > values[0]).to(grad.dtype)
     torch.mul(grad, second_wins, out=into[1])
     torch.sub(grad, into[1], out=into[0])
-
-
-fx.wrap("max_pool_2x2")  # one step of a traced forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +92,8 @@ class CNNHostSpec:
         if self.kernel not in (1, 3):
             raise ConfigError(f"host.kernel is {self.kernel}; it must be 1 or 3.")
         if self.pools > self.blocks:
-            raise ConfigError(
-                f"host.pools is {self.pools} but there are {self.blocks} blocks; pool at most once in each."
-            )
+            raise ConfigError(f"host.pools is {self.pools} but there are {self.blocks} blocks; pool at most once in "
+                              "each.")  # fmt: skip
 
     def channels(self) -> tuple[int, ...]:
         """Output channels of each block."""
@@ -138,10 +133,9 @@ class CNNHostSpec:
         return CNNHost(self, slot_ids, image_size=(height, width))
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
-        """Refuse images that are too small, or whose size is not a multiple of `unshuffle`.
+        """Raise ConfigError if the size of images is not a multiple of `unshuffle`, or too small.
 
-        Raises:
-            ConfigError: their size is not a multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
+        That is where a pooling has no input, or C*H*W = 1 at one of the `points`.
         """
         factor = self.unshuffle
         if height % factor or width % factor:
@@ -194,8 +188,7 @@ class CNNHost(Host):
     def __init__(self, spec: CNNHostSpec, slot_ids: Iterable[str], *, image_size: tuple[int, int]) -> None:
         """A host with these slots enabled, for images of `image_size` (height, width).
 
-        Raises:
-            ConfigError: a slot that does not exist, or an image that does not fit (`CNNHostSpec.check_image`).
+        Raises ConfigError for a slot that does not exist, or an image that does not fit (`CNNHostSpec.check_image`).
         """
         super().__init__()
         self.spec = spec

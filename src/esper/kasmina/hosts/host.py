@@ -40,8 +40,7 @@ class InjectionPoint:
 def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) -> tuple[InjectionPoint, ...]:
     """The points of a run in action order, for `slot_ids` in any order.
 
-    Raises:
-        ConfigError: `slot_ids` is empty, names a slot twice, or names one that the host does not offer.
+    Raises ConfigError if `slot_ids` is empty, names a slot twice, or names one that the host does not offer.
     """
     wanted = list(slot_ids)
     offered = {point.slot_id: point for point in points}
@@ -94,11 +93,7 @@ class Interface:
             ) from error
 
     def collected(self, network: nn.Module, result: Any) -> Tensor:  # noqa: ANN401
-        """What an objective gets of a result, [B, ...].
-
-        Raises:
-            ConfigError: it is not a tensor, and nothing says what to do with it.
-        """
+        """What an objective gets of a result, [B, ...]; raises ConfigError if nothing says which tensor that is."""
         found = self.selected(network, result)
         if isinstance(found, Tensor):
             return found
@@ -147,11 +142,7 @@ ONE_TENSOR = Interface()
 
 
 def as_floats(tree: object) -> object:
-    """A tree of tensors of floats, all as float32.
-
-    Raises:
-        TypeError, ConfigError: it holds something else.
-    """
+    """A tree of tensors of floats, all as float32; raises TypeError or ConfigError if it holds something else."""
     tensors, form = flatten(tree)
     if not all(x.is_floating_point() for x in tensors):
         raise ConfigError(f"{described(tree)} holds something else than floats.")
@@ -230,8 +221,7 @@ class HostSpec(Protocol):
     def build(self, slot_ids: Iterable[str], example: Tensor) -> Host:
         """A host with these slots enabled, for inputs like `example` [1, ...] (what a batch becomes on the device).
 
-        Raises:
-            ConfigError: a slot that does not exist, or inputs that the host cannot process.
+        Raises ConfigError for a slot that does not exist, or inputs that the host cannot process.
         """
 
 

@@ -110,11 +110,8 @@ class Pass(NamedTuple):
 def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = (), seed: int = 0) -> Pass:
     """A forward pass that records every call; the outputs of `differentiable` submodules require a gradient.
 
-    It starts with global generators from `seed`.
-
-    Raises:
-        ConfigError: the forward pass fails or edits its inputs, or a differentiable output lies within
-            `torch.inference_mode()`.
+    It starts with global generators from `seed`. Raises ConfigError if it fails or edits its inputs, or if a
+    differentiable output lies within `torch.inference_mode()`.
     """
     calls, name = list[Call](), type(network).__name__
     before, version = x.clone(), x._version
@@ -221,7 +218,8 @@ def check_slot(slot: str, run: Pass, rows: int) -> Tensor:
         )
     h = calls[0].output
     if not isinstance(h, Tensor):
-        raise ConfigError(f"slot {slot!r} gives {_kind(h)}; seeds need a tensor: choose a submodule that returns one.")
+        raise ConfigError(f"slot {slot!r} gives a {type(h).__name__}; seeds need a tensor: choose a submodule that "
+                          "returns one.")  # fmt: skip
     if h.dim() not in (2, 3, 4) or len(h) != rows or not h.is_floating_point():
         raise ConfigError(
             f"slot {slot!r} gives {list(h.shape)} of {h.dtype} for {rows} examples; seeds need floats "
@@ -416,10 +414,6 @@ def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
         ) from error
 
 
-def _kind(found: object) -> str:
-    return f"a {type(found).__name__}"
-
-
 _ROWS = 4
 
 
@@ -429,8 +423,8 @@ class ModuleFacts:
 
     Attributes:
         points: the slots in action order. shapes: of the output of each slot's module.
-        inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
-        dtype: of the inputs. edited: of each slot, whether its output is edited in place behind it.
+        inputs: shape of an input. dtype: of that. shares_prefix: of each slot (see `Host.shares_prefixes`).
+        edited: of each slot, whether its output is edited in place behind it.
         built_by_pass: whether a first forward pass finds shapes or adds layers (nn.LazyLinear). global_rng: see `Host`.
         causal: whether no output depends on later positions.
         own_frozen: paths of the frozen parameters that each host has a copy of.
@@ -440,7 +434,6 @@ class ModuleFacts:
     points: tuple[InjectionPoint, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
@@ -455,10 +448,8 @@ class ModuleFacts:
 def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     """A network of the user's with keyed dropout and without batch counters.
 
-    With an `example` of its arguments it runs once in evaluation first, so that lazy layers find their shapes.
-
-    Raises:
-        ConfigError: `model` gives no module, or a normalization that needs its counter.
+    With an `example` of its arguments it runs once in evaluation first, so that lazy layers find their shapes. Raises
+    ConfigError if `model` gives no module, or a normalization that needs its counter.
     """
     try:
         network = model()
@@ -485,12 +476,8 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     return network
 
 
-def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interface = ONE_TENSOR) -> ModuleFacts:
-    """Run the network of `model` on inputs like `example` [B, ...].
-
-    Raises:
-        ConfigError: the network cannot be a host (the sentence says why).
-    """
+def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interface) -> ModuleFacts:
+    """Run the network of `model` on inputs like `example` [B, ...]; raises ConfigError if it cannot be a host."""
     _check_model(model)
     x, others = probe_inputs(example, interface)
     first = interface.arguments(x[:1])
@@ -540,8 +527,7 @@ def _check_padding(plain: nn.Module, network: nn.Module, x: Tensor, interface: I
 def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:
     """Whether a network has lazy layers, or gets further weights in its first forward pass; `again` is run.
 
-    Raises:
-        ConfigError: two builds do not fit each other.
+    Raises ConfigError if the two builds do not fit each other.
     """
     if any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         return True
@@ -582,7 +568,6 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Inter
         points=points,
         shapes=tuple(shapes),
         inputs=tuple(x.shape[1:]),
-        outputs=tuple(run.output.shape[1:]),
         num_params=count_params(network, ()),
         largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
         shares_prefix=tuple(not run.draws and _shares_prefix(network, slot, x) for slot in slots),
@@ -632,13 +617,11 @@ def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor, interface: Interf
     sequences = [of.dim() > 1 and of.shape[:2] == outputs.shape[:2] for of in tensors]
     if not any(sequences):
         return False
-    changed = unflatten(
-        form,
-        [
-            torch.cat((of[:, :half], of.roll(1, dims=0)[:, half:]), dim=1) if sequence else of
-            for of, sequence in zip(tensors, sequences, strict=True)
-        ],
-    )
+    others = [
+        torch.cat((of[:, :half], of.roll(1, dims=0)[:, half:]), dim=1) if sequence else of
+        for of, sequence in zip(tensors, sequences, strict=True)
+    ]
+    changed = unflatten(form, others)
     batch = changed if interface.inputs is None else interface.inputs.pack(changed)
     return near(run_once(network, batch).output[:, :half], outputs[:, :half])
 
@@ -646,10 +629,7 @@ def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor, interface: Interf
 def probe_inputs(example: Tensor, interface: Interface) -> tuple[Tensor, Tensor]:
     """Two batches of different inputs: those of the example, or others with its values if there are too few.
 
-    The tensors of one example belong together, so several are drawn as they are.
-
-    Raises:
-        ConfigError: the example is empty.
+    The tensors of one example belong together, so several are drawn as they are. Raises ConfigError for no example.
     """
     if example.dim() == 0 or not example.numel():
         raise ConfigError(f"the example is {list(example.shape)}; it must be inputs [B, ...] as in the data.")
@@ -695,24 +675,13 @@ class ModuleHostSpec:
 
     @classmethod
     def of(
-        cls,
-        model: Model,
-        slots: Sequence[str],
-        example: Tensor,
-        *,
-        interface: Interface = ONE_TENSOR,
+        cls, model: Model, slots: Sequence[str], example: Tensor, *, interface: Interface = ONE_TENSOR
     ) -> "ModuleHostSpec":
-        """Probe a network.
+        """Probe the network of which `model`, a class, function or partial, gives a new one in every call.
 
-        Args:
-            model: a class, function or partial that gives a new network x -> outputs in every call.
-            slots: paths of submodules, in action order.
-            example: a batch [B, ...] as the interface takes it; eight or more, or else the probe makes some up from
-                their values.
-            interface: how the network is called, and what its result becomes.
-
-        Raises:
-            ConfigError: the network cannot be a host; the message says which module, and the way out.
+        `slots` are paths of submodules, in action order. `example` is a batch [B, ...] as the interface takes it; the
+        probe makes up some from its values if it has fewer than eight. Raises ConfigError if the network cannot be a
+        host; the message says which module, and the way out.
         """
         if isinstance(slots, str) or not slots or len(set(slots)) < len(slots):
             raise ConfigError(f"slots is {slots!r}; it must be a list of different paths of submodules, at least one.")
@@ -734,8 +703,7 @@ class ModuleHostSpec:
     def build(self, slot_ids: Iterable[str], example: Tensor) -> "ModuleHost":
         """A host with these slots enabled, for inputs like `example` [1, ...].
 
-        Raises:
-            ConfigError: a slot that does not exist, or inputs of another shape than the probed ones.
+        Raises ConfigError for a slot that does not exist, or inputs of another shape than the probed ones.
         """
         if tuple(example.shape[1:]) != self.facts.inputs:
             raise ConfigError(
@@ -778,8 +746,7 @@ class ModuleHost(Host):
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Outputs [B, ...] of a batch [B, ...]; `apply` runs once per enabled slot, in execution order.
 
-        Raises:
-            ConfigError: this pass calls the slots otherwise than the probe found.
+        Raises ConfigError if this pass calls the slots otherwise than the probe found.
         """
         return self.collected(self.run(self.arguments(x), apply))
 

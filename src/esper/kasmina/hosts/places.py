@@ -14,6 +14,7 @@ those in a branch: with the features of other examples there, the network gives 
 import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -43,17 +44,11 @@ _MOST, _BLOCKS, _GUESSED = 6, 4, 3
 def host_of(
     model: Model, slots: Sequence[str] | None, example: Tensor, *, interface: Interface = ONE_TENSOR
 ) -> ModuleHostSpec:
-    """The host of a network with slots that are named, matched by patterns, or proposed.
+    """The host of a network with slots that are named, matched by patterns, or proposed (`slots` None).
 
-    Args:
-        model: gives a new network in every call.
-        slots: paths, or patterns such as "layer?.*", whose parts between dots are matched one by one; what matches but
-            cannot hold a seed is left out. None for a proposal.
-        example: a batch [B, ...] as the interface takes it.
-        interface: how the network is called, and what its result becomes.
-
-    Raises:
-        ConfigError: as `ModuleHostSpec.of`; no place was found; a pattern matches nothing that can hold a seed.
+    Patterns are such as "layer?.*": parts between dots are matched one by one, and what matches but cannot hold a seed
+    is left out. Other arguments are as for `ModuleHostSpec.of`, and so is the ConfigError; it is raised, too, if no
+    place was found, or if a pattern matches nothing that can hold a seed.
     """
     if slots is not None and not any(_is_pattern(slot) for slot in slots):
         return ModuleHostSpec.of(model, slots, example, interface=interface)
@@ -65,7 +60,7 @@ def host_of(
     if slots is None:
         named, places = set[str](), _Trace(network, inputs, interface).places
     else:
-        named, places = {slot for slot in slots if not _is_pattern(slot)}, _Patterns(network, slots).places
+        named, places = {slot for slot in slots if not _is_pattern(slot)}, partial(_matched, network, slots)
     refused = set[str]()
     while True:
         found = places(refused)
@@ -85,27 +80,19 @@ def _is_pattern(slot: str) -> bool:
     return any(sign in slot for sign in "*?[")
 
 
-@final
-class _Patterns:
-    """The paths that slots stand for, in the user's order."""
-
-    def __init__(self, network: nn.Module, slots: Sequence[str]) -> None:
-        self._slots, self._name = slots, type(network).__name__
-        self._offered = [path for path, _ in network.named_modules() if path]
-
-    def places(self, refused: Collection[str]) -> list[str]:
-        """All but the refused ones; raises ConfigError if a pattern has no others."""
-        found: list[str] = []
-        for slot in self._slots:
-            paths = [path for path in self._offered if _matches(path, slot)] if _is_pattern(slot) else [slot]
-            left = [path for path in paths if path not in refused]
-            if not left:
-                what = "matches no submodule" if not paths else "matches no submodule that can hold a seed"
-                known = [path for path in self._offered if path not in refused]
-                raise ConfigError(f"slot {slot!r} {what} of {self._name}, where '*' stands for one part between dots; "
-                                  f"{nearest(slot, known)}")  # fmt: skip
-            found += [path for path in left if path not in found]
-        return found
+def _matched(network: nn.Module, slots: Sequence[str], refused: Collection[str]) -> list[str]:
+    """The paths that slots stand for, in the user's order, without the refused ones; raises ConfigError for none."""
+    found, offered = list[str](), [path for path, _ in network.named_modules() if path]
+    for slot in slots:
+        paths = [path for path in offered if _matches(path, slot)] if _is_pattern(slot) else [slot]
+        left = [path for path in paths if path not in refused]
+        if not left:
+            what = "matches no submodule" if not paths else "matches no submodule that can hold a seed"
+            known = [path for path in offered if path not in refused]
+            raise ConfigError(f"slot {slot!r} {what} of {type(network).__name__}, where '*' stands for one part "
+                              f"between dots; {nearest(slot, known)}")  # fmt: skip
+        found += [path for path in left if path not in found]
+    return found
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -67,8 +67,7 @@ class TransformerHostSpec:
     def build(self, slot_ids: Iterable[str], example: Tensor) -> "TransformerHost":
         """A host with these slots enabled, for sequences like `example` [1, T] of token numbers.
 
-        Raises:
-            ConfigError: a slot that does not exist, or an example that is not a sequence of at most `context` tokens.
+        Raises ConfigError for a slot that does not exist, or no sequence of at most `context` tokens.
         """
         if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(
@@ -103,11 +102,7 @@ class TransformerHost(Host):
     family = HostFamily.TRANSFORMER
 
     def __init__(self, spec: TransformerHostSpec, slot_ids: Iterable[str], *, tokens: int) -> None:
-        """A host with these slots enabled, for sequences of `tokens` tokens.
-
-        Raises:
-            ConfigError: a slot that does not exist, or more tokens than the context.
-        """
+        """A host with these slots enabled, for sequences of `tokens` tokens; raises ConfigError as `build`."""
         super().__init__()
         if not 1 <= tokens <= spec.context:
             raise ConfigError(

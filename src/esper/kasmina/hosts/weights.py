@@ -38,11 +38,7 @@ _SHOWN = 3
 class Copies:
     """Gives a copy of a network in every call.
 
-    Args:
-        network: it is copied here, to the CPU and without gradients, and not looked at again.
-
-    Raises:
-        ConfigError: it cannot be copied.
+    It is copied here, to the CPU and without gradients, and not looked at again. Raises ConfigError if it cannot be.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -81,9 +77,8 @@ class Loaded:
 def started(model: Model | nn.Module, weights: Weights | None) -> tuple[Model, str | None]:
     """What gives the network of a host, and SHA-256 of the weights; None if the model draws its own.
 
-    Raises:
-        ConfigError: a network that cannot be copied; a file that is missing, damaged or holds more than weights;
-            weights that are not a state dict. Whether they fit is found when a network is built.
+    Raises ConfigError for a network that cannot be copied; a file that is missing, damaged or holds more than weights;
+    and weights that are not a state dict. Whether they fit is found when a network is built.
     """
     if isinstance(model, nn.Module):
         model = Copies(model)

@@ -50,8 +50,7 @@ class KeyedAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs [R, T, D] (with `batch_first`, else [T, R, D]), and the weights [R, T, S] or [R, H, T, S] if needed.
 
-        Raises:
-            ValueError: inputs without an axis of examples, or `is_causal` without the mask that it describes.
+        Raises ValueError for inputs without an axis of examples, or `is_causal` without the mask that it describes.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal describes attn_mask, which is None; give the causal mask as well.")
@@ -107,12 +106,6 @@ def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, like: Tens
 def can_be_keyed(layer: nn.Module) -> bool:
     """Whether a layer is an `nn.MultiheadAttention` without the rare options of `KeyedAttention`."""
     return type(layer) is nn.MultiheadAttention and layer.bias_k is None and not layer.add_zero_attn
-
-
-def with_drop(layer: nn.MultiheadAttention, drop: nn.Module) -> None:
-    """Give attention the layer that drops its weights, in place."""
-    layer.__class__ = KeyedAttention
-    layer._modules["drop"] = drop
 
 
 @dataclass
@@ -259,13 +252,8 @@ def _parts(tokens: int) -> list[tuple[int, int]]:
     return [(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES)]
 
 
-_WHOLE_CHANNELS: dict[type[nn.Module], bool] = {
-    nn.Dropout: False,
-    nn.Dropout1d: True,
-    nn.Dropout2d: True,
-    nn.Dropout3d: True,
-}
-"""Layers that are replaced, and whether they drop whole channels."""
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Layers that are replaced; all but the first drop whole channels."""
 
 
 def with_keyed_dropout(module: nn.Module) -> nn.Module:
@@ -273,10 +261,11 @@ def with_keyed_dropout(module: nn.Module) -> nn.Module:
     holder = nn.ModuleList([module])
     for parent in list(holder.modules()):
         for name, child in parent._modules.items():
-            if child is not None and type(child) in _WHOLE_CHANNELS:
-                parent._modules[name] = Dropout(child.p, channels=_WHOLE_CHANNELS[type(child)])  # type: ignore[arg-type]
+            if child is not None and type(child) in _DROPOUT:
+                parent._modules[name] = Dropout(child.p, channels=type(child) is not nn.Dropout)  # type: ignore[arg-type]
             elif isinstance(child, nn.MultiheadAttention) and child.dropout > 0.0 and can_be_keyed(child):
-                with_drop(child, Dropout(child.dropout, channels=False))
+                child.__class__ = KeyedAttention
+                child._modules["drop"] = Dropout(child.dropout, channels=False)
     return holder[0]
 
 

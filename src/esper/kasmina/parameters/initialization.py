@@ -121,8 +121,7 @@ def build_twice(build: Callable[[], nn.Module]) -> Builds:
 def init_table(builds: Builds, layout: FlatLayout, init: Mapping[str, float]) -> InitTable:
     """The table of a module, in the order of `layout` (P = layout.total); `init` are constants by name.
 
-    Raises:
-        ConfigError: `init` names a parameter that the module does not have.
+    Raises ConfigError if `init` names a parameter that the module does not have.
     """
     values, others = (
         {spec.name: module.get_parameter(spec.name).detach() for spec in layout.tensors} for module in builds[:2]

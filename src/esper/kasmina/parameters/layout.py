@@ -54,7 +54,7 @@ class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 
     `sizes` are those of the tensors and of the padding between them. `total` counts padding, `num_params` does not.
-    `segment_ids` holds the index of each element's tensor (`num_tensors` for padding); `matrix_mask` marks elements of
+    `segment_ids` holds the index of each element's tensor (their number for padding); `matrix_mask` marks elements of
     tensors with two or more axes, which decoupled decay applies to.
     """
 
@@ -65,11 +65,6 @@ class FlatLayout:
     segment_ids: Int[Tensor, " P"]
     matrix_mask: Bool[Tensor, " P"]
     padding_mask: Bool[Tensor, " P"]
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors; also the segment of padding."""
-        return len(self.tensors)
 
     @torch.no_grad()
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -102,11 +97,7 @@ class FlatLayout:
 
 
 def parameter_layout(module: nn.Module) -> FlatLayout:
-    """Layout of all parameters but frozen ones, which all rows share (see `frozen`).
-
-    Raises:
-        ConfigError: a parameter is not float32.
-    """
+    """Layout of all parameters but frozen ones, which all rows share; raises ConfigError if one is not float32."""
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
             raise ConfigError(
@@ -117,11 +108,7 @@ def parameter_layout(module: nn.Module) -> FlatLayout:
 
 
 def buffer_layout(module: nn.Module) -> FlatLayout:
-    """Layout of all floating-point buffers; other buffers are constants that all rows share.
-
-    Raises:
-        ConfigError: a floating-point buffer is not float32.
-    """
+    """Layout of the buffers of floats; others are constants that all rows share. Raises ConfigError as above."""
     buffers = [(name, b) for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()]
     for name, buffer in buffers:
         if buffer.dtype != torch.float32:
@@ -138,28 +125,24 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
     for name, tensor in named:
         tensors.setdefault(id(tensor), tensor)
         paths.setdefault(id(tensor), []).append(name)
-    specs, sizes, offset = list[TensorSpec](), list[int](), 0
-    for key, tensor in tensors.items():
-        numel, (name, *aliases) = tensor.numel(), paths[key]
-        spec = TensorSpec(
-            name=name, aliases=tuple(aliases), shape=tuple(tensor.shape), offset=offset, numel=numel, part=len(sizes)
+    specs, sizes, owners, offset = list[TensorSpec](), list[int](), list[int](), 0
+    for index, (key, tensor) in enumerate(tensors.items()):
+        numel, (name, *aliases), shape = tensor.numel(), paths[key], tuple(tensor.shape)
+        specs.append(
+            TensorSpec(name=name, aliases=tuple(aliases), shape=shape, offset=offset, numel=numel, part=len(sizes))
         )
-        specs.append(spec)
         padding = -numel % ALIGNMENT
         sizes += [numel, padding] if padding else [numel]
+        owners += [index, len(tensors)] if padding else [index]
         offset += numel + padding
-    segment_ids = torch.full((offset,), len(specs), dtype=torch.int64)
-    matrix_mask = torch.zeros(offset, dtype=torch.bool)
-    for index, spec in enumerate(specs):
-        segment_ids[spec.offset : spec.offset + spec.numel] = index
-        matrix_mask[spec.offset : spec.offset + spec.numel] = len(spec.shape) >= 2
+    segment_ids = torch.tensor(owners, dtype=torch.int64).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     return FlatLayout(
         tensors=tuple(specs),
         sizes=tuple(sizes),
         total=offset,
         num_params=sum(spec.numel for spec in specs),
         segment_ids=segment_ids,
-        matrix_mask=matrix_mask,
+        matrix_mask=torch.tensor([*(len(spec.shape) >= 2 for spec in specs), False])[segment_ids],
         padding_mask=segment_ids == len(specs),
     )
 
@@ -167,10 +150,8 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
 def drop_batch_counters(module: nn.Module) -> None:
     """Remove `num_batches_tracked` from every normalization layer, in place.
 
-    All rows would share the counter, and it costs an operator per layer and batch.
-
-    Raises:
-        ConfigError: a layer averages cumulatively (momentum None), which needs the counter.
+    All rows would share the counter, and it costs an operator per layer and batch. Raises ConfigError if a layer
+    averages cumulatively (momentum None), which needs it.
     """
     for name, layer in module.named_modules():
         if layer._buffers.get("num_batches_tracked") is None:
@@ -267,19 +248,12 @@ class StackedTemplate(_BoundModule):
             self.module.get_submodule(owner)._parameters[leaf] = tensor  # type: ignore[assignment]
 
     def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
-        """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
+        """The parameters [G, *shape] in these rows, to `assign`: views without gradient history, made once per pass."""
         return self.parameters.split(rows.detach())
 
     def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
         """The same for buffers, which a pass may write in place."""
         return tuple(x.data for x in self.buffers.split(rows.detach()))
-
-    def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
-        """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
-
-        Nothing is computed here: the views are made once per pass, and are leaves where they are trainable.
-        """
-        self.assign(parameters, buffers)
 
 
 def _places(module: nn.Module, layout: FlatLayout, kind: str) -> list[list[tuple[dict[str, Any], str]]]:

@@ -141,14 +141,8 @@ def step_rows(
 ) -> None:
     """One optimizer step of every active row: `params` and `state` change in place, `grad` is overwritten.
 
-    Args:
-        spec: kind and constants.
-        params: the weights.
-        grad: their gradients, already clipped.
-        state: the result of `init_state` for these rows.
-        lr: learning rate of these rows, or of each.
-        decay_mask: elements that are decayed; None for none (seeds).
-        active: rows that take part (None: all); the others do not change, whatever their gradient is.
+    `grad` is clipped already. `lr` is that of all rows, or of each. `decay_mask` marks the elements that are decayed;
+    None for none (seeds). Rows that are not `active` (None: all are) do not change, whatever their gradient is.
     """
     if active is not None:
         params_before, state_before = params.clone(), tree_map(torch.clone, state)

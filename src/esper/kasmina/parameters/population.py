@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.description import KINDS, kinds_of
-from esper.kasmina.blueprints.layers import GateNetwork, num_gate_params
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
@@ -145,14 +145,11 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
 
 
 def prepared(module: nn.Module) -> nn.Module:
-    """A new module as hosts and seeds run it.
+    """A new module as hosts and seeds run it; raises ConfigError if a part was compiled by torch.jit.
 
     Its dropout is keyed; `torch.compile` is undone, in it as well; no nested tensors run through it; and weights that
     were computed from others already, as `nn.utils.weight_norm` does before every pass, have no gradient history, so
     that it can be copied.
-
-    Raises:
-        ConfigError: a part was compiled by torch.jit.
     """
     holder = nn.ModuleList([module])
     for layer in list(holder.modules()):
@@ -194,14 +191,13 @@ class Kind:
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
         """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
 
-        Raises:
-            ConfigError: another architecture than that of the first build.
+        Raises ConfigError if one of them has another architecture than that of the first build.
         """
         params, buffers = [], []
-        usual = deterministic_build(self.build) if seeds else None
+        usual = _architecture(deterministic_build(self.build))
         for seed in seeds:
             module = deterministic_build(self.build, seed)
-            if _architecture(module) != _architecture(usual):
+            if _architecture(module) != usual:
                 raise ConfigError(
                     f"{type(module).__name__} draws its architecture at random: its layers differ between two hosts. "
                     "All hosts share one architecture; let the constructor draw weights alone."
@@ -211,9 +207,8 @@ class Kind:
         return torch.stack(params), torch.stack(buffers)
 
 
-def _architecture(module: nn.Module | None) -> list[object]:
+def _architecture(module: nn.Module) -> list[object]:
     """The layers of a module with the shapes of their weights."""
-    assert module is not None
     named = [*module.named_parameters(), *module.named_buffers()]
     return [*((path, str(layer)) for path, layer in module.named_modules()), *((name, t.shape) for name, t in named)]
 
@@ -221,8 +216,7 @@ def _architecture(module: nn.Module | None) -> list[object]:
 def host_kind(host: Host, device: torch.device) -> Kind:
     """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones.
 
-    Raises:
-        ConfigError: a frozen parameter that is drawn at random.
+    Raises ConfigError if a frozen parameter is drawn at random.
     """
 
     def build() -> nn.Module:
@@ -249,10 +243,8 @@ def seed_kind(
 ) -> Kind:
     """The kind of seeds of a blueprint for features of this shape, with this many channels and `rows` or more examples.
 
-    Raises:
-        MisfitError: the built module cannot be trained on these features, or changes their shape.
-        ConfigError: it changes its input, has frozen parameters, or gives other outputs in a second pass with the same
-            random numbers.
+    Raises MisfitError if the module cannot be trained on these features, or changes their shape; ConfigError if it
+    changes its input, has frozen parameters, or gives other outputs in a second pass with the same random numbers.
     """
 
     def build() -> nn.Module:
@@ -384,7 +376,7 @@ class _NarrowStrides(TorchDispatchMode):
         func: Callable[..., object],
         types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         del types
         if func is torch.ops.aten.convolution.default:
@@ -402,15 +394,9 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
 
 
 def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
-    table = init_table(builds, parameter_layout(builds.module), init)
-    buffers, drawn = _buffers(builds.module, builds.other)
-    rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
-    return table, buffers, rebuilt
-
-
-def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
-    """The initial buffers of a module, and whether they are random; `other` was built under another seed."""
-    layout, values, others = buffer_layout(module), dict(module.named_buffers()), dict(other.named_buffers())
+    module, others = builds.module, dict(builds.other.named_buffers())
+    table, layout = init_table(builds, parameter_layout(module), init), buffer_layout(module)
+    values = dict(module.named_buffers())
     drawn = [name for name, value in values.items() if not torch.equal(value, others[name])]
     for name in drawn:
         if not values[name].is_floating_point():
@@ -418,7 +404,8 @@ def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
                 f"buffer {name!r} of {type(module).__name__} is {values[name].dtype} and random, but all hosts share "
                 "it; draw it from a generator with a fixed seed."
             )
-    return layout.pack({spec.name: values[spec.name] for spec in layout.tensors}), bool(drawn)
+    buffers = layout.pack({spec.name: values[spec.name] for spec in layout.tensors})
+    return table, buffers, bool(drawn) or builds.hidden or bool(table.rebuilt.any())
 
 
 def _flops_of(kind: Kind, features: Features) -> int:
@@ -495,18 +482,16 @@ class Population:
         """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
         found: dict[tuple[int, int], Kind] = {}
         for index in registry.selectable(self.family):
-            blueprint, misfits = registry.blueprint_at(index, self.family), {}
-            kinds: dict[tuple[int, int], Kind] = {}
+            blueprint, kinds, misfits = registry.blueprint_at(index, self.family), dict[tuple[int, int], Kind](), []
             for point in self.points:
                 try:
                     kind = seed_kind(blueprint, point.channels, shapes[point.slot_id], self.device, rows)
                     kinds.setdefault((point.channels, index), kind)
                 except MisfitError as error:
-                    misfits[point.slot_id] = error
+                    misfits.append(error)
+                    self.left_out[index] = f"slot {point.slot_id!r}: {error}"
             if misfits and not kinds:
-                raise next(iter(misfits.values()))
-            for slot_id, misfit in misfits.items():
-                self.left_out[index] = f"slot {slot_id!r}: {misfit}"
+                raise misfits[0]
             found |= {} if misfits else kinds
         if not found:
             raise ConfigError(
@@ -526,17 +511,15 @@ class Population:
         params, flops_ = (torch.zeros(self.num_slots, num, dtype=torch.int64) for _ in range(2))
         selectable = torch.zeros(num, dtype=torch.bool)
         kinds = torch.zeros(self.num_slots, num, len(KINDS))
-        for index in dict.fromkeys(index for _, index in self.seed_kinds):
-            selectable[index] = True
-            for s, point in enumerate(self.points):
+        for s, point in enumerate(self.points):
+            for index in (index for channels, index in self.seed_kinds if channels == point.channels):
                 kind = self.seed_kinds[point.channels, index]
+                selectable[index] = True
                 params[s, index] = kind.template.parameters.num_params
                 kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
                 flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id])
         gates = [self.gate_kinds[point.channels] for point in self.points]
-        of_gates = [
-            _flops_of(kind, self._shapes[point.slot_id]) for kind, point in zip(gates, self.points, strict=True)
-        ]
+        of_gates = map(_flops_of, gates, self._shapes.values())
         host = deterministic_build(self.host_kind.build).eval()
         of_host = once(
             getattr(self.host_module, "spec", self.host_module), tuple(inputs.shape), "flops",
@@ -544,9 +527,9 @@ class Population:
         )  # fmt: skip
         costs = SeedCosts(
             seed_params=params,
-            gate_params=torch.tensor([num_gate_params(point.channels) for point in self.points]),
+            gate_params=torch.tensor([gate.template.parameters.num_params for gate in gates]),
             seed_flops=flops_,
-            gate_flops=torch.tensor(of_gates),
+            gate_flops=torch.tensor([*of_gates]),
             host_flops=torch.tensor(of_host),
             selectable=selectable,
             kinds=kinds,
@@ -574,10 +557,9 @@ class Population:
             everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, np.arange(self.num_envs), episode=episode)
         )
         self.host.save(everyone)
-        slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
-        for flat in (self.seeds, self.gates):
-            flat.clear(slots)
-            flat.save(slots)
+        everywhere = np.ones((self.num_envs, self.num_slots), dtype=bool)
+        self.release(everywhere)
+        self.snapshot_seeds(everywhere)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
         """Draw the seeds marked in `born` [N, S] in step `t`, with their `blueprint` and `has_gate` [N, S]."""
@@ -606,10 +588,14 @@ class Population:
 
     def release(self, gone: np.ndarray) -> None:
         """Clear weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""
-        if gone.any():
-            rows = self.index(np.flatnonzero(gone))
-            self.seeds.clear(rows)
-            self.gates.clear(rows)
+        self._each_seed(FlatParameters.clear, gone)
+
+    def _each_seed(self, act: Callable[[FlatParameters, Tensor], None], marked: np.ndarray) -> None:
+        """Let a method act on the rows of the marked seeds [N, S] and of their gates."""
+        if marked.any():
+            rows = self.index(np.flatnonzero(marked))
+            act(self.seeds, rows)
+            act(self.gates, rows)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -621,21 +607,13 @@ class Population:
 
     def snapshot_seeds(self, seeds: np.ndarray) -> None:
         """Add the marked seeds [N, S] to the snapshots of their hosts."""
-        if seeds.any():
-            rows = self.index(np.flatnonzero(seeds))
-            self.seeds.save(rows)
-            self.gates.save(rows)
+        self._each_seed(FlatParameters.save, seeds)
 
     def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
         """Restore the marked hosts [N] and their fossilized seeds from the snapshot, without optimizer state."""
-        if not hosts.any():
-            return
-        self.host.restore(self.index(np.flatnonzero(hosts)))
-        fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
-        if fossils.any():
-            rows = self.index(np.flatnonzero(fossils))
-            self.seeds.restore(rows)
-            self.gates.restore(rows)
+        if hosts.any():
+            self.host.restore(self.index(np.flatnonzero(hosts)))
+            self._each_seed(FlatParameters.restore, hosts[:, None] & (stage == SeedStage.FOSSILIZED))
 
     # -- persistence --------------------------------------------------------------------------------------------------
 
@@ -666,8 +644,6 @@ class Population:
 
 def _groups(marked: np.ndarray, blueprint: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """(slot, blueprint, hosts) of the marked seeds [N, S]."""
-    for s in np.flatnonzero(marked.any(axis=0)):
-        hosts = np.flatnonzero(marked[:, s])
-        kinds = blueprint[hosts, s]
-        for index in np.unique(kinds):
-            yield int(s), int(index), hosts[kinds == index]
+    for s in map(int, np.flatnonzero(marked.any(axis=0))):
+        for index in map(int, np.unique(blueprint[marked[:, s], s])):
+            yield s, index, np.flatnonzero(marked[:, s] & (blueprint[:, s] == index))

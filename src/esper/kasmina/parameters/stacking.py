@@ -274,16 +274,20 @@ def _unknown_layer(layer: nn.Module) -> bool:
     return not zero_padded or special or (norm and layer.weight is None)
 
 
-class _Together(torch.autograd.Function):
-    """Inside `torch.vmap` over hosts: a function of the rows [B * G, ...] of all hosts, such as a slot."""
+class _InsideVmap(torch.autograd.Function):
+    """A function of tensors that does something of its own inside `torch.vmap` over hosts."""
 
     @staticmethod
-    def forward(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-        return function(h)
+    def forward(function: Callable[..., Any], *tensors: Tensor) -> Any:  # noqa: ANN401 -- what it returns
+        return function(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: object, output: object) -> None:  # noqa: ANN401
         """Nothing: `vmap` computes with operations that autograd records."""
+
+
+class _Together(_InsideVmap):
+    """A function of the rows [B * G, ...] of all hosts, such as a slot."""
 
     @staticmethod
     def vmap(
@@ -296,16 +300,8 @@ class _Together(torch.autograd.Function):
         return function(h_BG.flatten(0, 1)).unflatten(0, (-1, info.batch_size)), 1
 
 
-class _EachAlone(torch.autograd.Function):
-    """Inside `torch.vmap` over hosts: a function of tensors that gets those of one host after another."""
-
-    @staticmethod
-    def forward(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return function(*tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: object, output: object) -> None:  # noqa: ANN401
-        """See `_Together`."""
+class _EachAlone(_InsideVmap):
+    """A function that gets the tensors of one host after another."""
 
     @staticmethod
     def vmap(
@@ -375,24 +371,15 @@ class Vmapped(nn.Module):
         return self._single[0]
 
     def _one(
-        self,
-        shared: dict[str, Tensor],
-        tensors: dict[str, Tensor],
-        host: Tensor,
-        x: Tensor,
-        *functions: Callable[[str, Tensor], Tensor],
+        self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor, *functions: Apply
     ) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts
         if ours and ours[0].draws is not None:
             draw_for(inner, ours[0].draws.of(host[None]))
-        arguments = (x, *(_together(function) for function in functions))
-        out: Tensor = torch.func.functional_call(
-            self.single,
-            {**shared, **tensors},
-            arguments,
-            tie_weights=False,  # each path is given
-        )
+        arguments = (x, *map(_together, functions))
+        # each path of a tied weight is given
+        out: Tensor = torch.func.functional_call(self.single, {**shared, **tensors}, arguments, tie_weights=False)
         return out
 
     def train(self, mode: bool = True) -> "Vmapped":
@@ -401,7 +388,7 @@ class Vmapped(nn.Module):
         super().train(mode)
         return self
 
-    def forward(self, x: Tensor, *functions: Callable[[str, Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, *functions: Apply) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
         # frozen parameters, and constants that are not floats
@@ -428,7 +415,7 @@ class Vmapped(nn.Module):
         return y.flatten(0, 1)
 
 
-def _together(apply: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+def _together(apply: Apply) -> Apply:
     """The slots inside `torch.vmap`."""
 
     def together(slot_id: str, h: Tensor) -> Tensor:
@@ -494,27 +481,24 @@ Way = Callable[[nn.Module], nn.Module]
 """A function from a module to its stacked module with the same parameter names; the module is not changed."""
 
 
-def _no_arguments(rows: int) -> tuple[Any, ...]:
-    return ()
-
-
 class _Trial(NamedTuple):
-    """Inputs [examples, hosts, ...], parameters and buffers [hosts, ...], further arguments by number of rows."""
+    """Inputs [examples, hosts, ...], parameters and buffers [hosts, ...], and whether the module has slots."""
 
     x: Tensor
     rows: Tensor
     state: Tensor
-    arguments: Callable[[int], tuple[Any, ...]] = _no_arguments
+    slots: bool = False
+
+    def arguments(self, rows: int) -> tuple[Apply, ...]:
+        """What a module gets besides so many inputs."""
+        return (_unchanged(rows),) if self.slots else ()
 
 
 def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
     """How to stack modules of the blueprint `name`: with stacked layers, or else with `torch.vmap`.
 
     A way is used if it reproduces outputs, gradients and buffers of `module` host by host, on random examples like
-    `example` [1, ...], in train and in evaluation mode.
-
-    Raises:
-        StackingError: neither way does.
+    `example` [1, ...], in train and in evaluation mode. Raises StackingError if neither does.
     """
     ways: tuple[Way, ...] = (stack_layers, vmapped) if can_stack_layers(module) else (vmapped,)
     generator = torch.Generator().manual_seed(0)
@@ -530,10 +514,8 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
 def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
     """The module for many hosts, of a host from `build`: of stacked layers, or else the whole by `torch.vmap`.
 
-    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU.
-
-    Raises:
-        StackingError: it does not.
+    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU; raises
+    StackingError if neither does.
     """
     builds = [deterministic_build(build, seed) for seed in range(_HOSTS)]
     for module in builds:
@@ -548,7 +530,7 @@ def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
         x=x.unflatten(0, (_EXAMPLES, _HOSTS)),
         rows=rows + 0.02 * torch.randn(rows.shape, generator=generator),  # a weight that starts at zero hides errors
         state=state + 0.1 * torch.rand(state.shape, generator=generator),
-        arguments=lambda rows: (_unchanged(rows),),
+        slots=True,
     )
     problems = []
     for way in (stack_layers, vmapped):
@@ -645,7 +627,7 @@ def _trial_of_all(stacked: StackedTemplate, trial: _Trial, training: bool) -> tu
     leaves = tuple(view.requires_grad_() for view in stacked.views(trial.rows))
     moved = stacked.buffer_views(trial.state.clone())
     stacked.train(training)
-    stacked.bind(leaves, moved)
+    stacked.assign(leaves, moved)
     draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(_HOSTS), 0))
     x = _trainable(trial.x)
     y = stacked(x.flatten(0, 1), *trial.arguments(HOST_EXAMPLES)).unflatten(0, (_EXAMPLES, _HOSTS))

@@ -21,6 +21,7 @@ Guards: which operation is legal on which slot. No other code decides this.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
@@ -47,6 +48,9 @@ from esper.leyline.lifecycle import (
 from esper.leyline.messages import GateReadings, SlotState
 from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
 from esper.leyline.tensor_dataclass import numbers, tensor_dataclass
+
+GATED = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING)
+"""The stages in front of G1, G2 and G3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,12 @@ class LifecycleConfig:
     def __post_init__(self) -> None:
         check_fields(self, "lifecycle")
 
+    @property
+    def automatic(self) -> frozenset[SeedStage]:
+        """Stages whose gate is asked in each tick, without ADVANCE."""
+        gated = zip(GATED, (self.auto_g1, self.auto_g2, self.auto_g3), strict=True)
+        return frozenset(stage for stage, automatic in gated if automatic)
+
 
 class FailedCheck(IntFlag):
     """Bits of `GateReadings.failed_checks`."""
@@ -113,14 +123,15 @@ class GateResult:
         return self.failed == 0
 
 
-@lru_cache(maxsize=16)
-def _weights(bits: tuple[FailedCheck, ...], device: torch.device) -> Tensor:
-    return torch.tensor([int(bit) for bit in bits], device=device)
+@lru_cache(maxsize=128)
+def constant(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tuple of numbers, or of such tuples, on a device, where it is copied to once."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _result(failed: dict[FailedCheck, Tensor], score: Tensor) -> GateResult:
     """The result of a gate from the masks of its failed checks."""
-    bits = torch.stack(tuple(failed.values()), dim=-1) * _weights(tuple(failed), score.device)
+    bits = torch.stack(tuple(failed.values()), dim=-1) * constant(tuple(failed), torch.int64, score.device)
     return GateResult(failed=bits.sum(dim=-1), score=score)
 
 
@@ -188,42 +199,30 @@ def readings_of(
 _S, _M = SeedStage, AlphaMode
 _ANY_MODE = frozenset(AlphaMode)
 _STILL = frozenset({_M.HOLD})
-
 _BLOCKS_GERMINATION = frozenset({_S.GERMINATED, _S.TRAINING}) | COOLDOWN
 """With `sequential`, no slot may germinate while another one is in these stages."""
-
-
-@lru_cache(maxsize=64)
-def stage_table(stages: frozenset[SeedStage], device: torch.device) -> Tensor:
-    """Membership of each stage value, bool [11]."""
-    return torch.tensor(stages_mask(stages), device=device)
+_GATED_STYLES = tuple(algorithm == Algorithm.GATE for algorithm in STYLE_ALGORITHM)
 
 
 def in_stages(stage: Int[Tensor, "N S"], stages: frozenset[SeedStage]) -> Bool[Tensor, "N S"]:
     """Whether each slot's stage is one of `stages`."""
-    return stage_table(stages, stage.device)[stage]
+    return constant(stages_mask(stages), torch.bool, stage.device)[stage]
 
 
-def _rules(auto: tuple[bool, bool, bool]) -> dict[LifecycleOp, tuple[frozenset[SeedStage], frozenset[AlphaMode]]]:
-    gated = zip((_S.GERMINATED, _S.TRAINING, _S.BLENDING), auto, strict=True)
-    manual = frozenset(stage for stage, automatic in gated if not automatic)
-    return {
+@lru_cache(maxsize=64)
+def _rule_table(automatic: frozenset[SeedStage], device: torch.device) -> Tensor:
+    """`[((stage * 3 + mode) * 2 + aged) * 2 + free, op]`, bool: the rules above, one row per slot state.
+
+    `aged`: old enough for PRUNE; `free`: the host may germinate.
+    """
+    rules = {
         LifecycleOp.WAIT: (frozenset(SeedStage), _ANY_MODE),
         LifecycleOp.GERMINATE: (frozenset({_S.DORMANT}), _ANY_MODE),
         LifecycleOp.SET_ALPHA_TARGET: (frozenset({_S.BLENDING, _S.HOLDING}), _STILL),
         LifecycleOp.PRUNE: (GROWING, _STILL),
         LifecycleOp.FOSSILIZE: (frozenset({_S.HOLDING}), _STILL),
-        LifecycleOp.ADVANCE: (manual, frozenset({_M.HOLD, _M.UP})),
+        LifecycleOp.ADVANCE: (frozenset(GATED) - automatic, frozenset({_M.HOLD, _M.UP})),
     }
-
-
-@lru_cache(maxsize=64)
-def _rule_table(auto: tuple[bool, bool, bool], device: torch.device) -> Tensor:
-    """`[((stage * 3 + mode) * 2 + aged) * 2 + free, op]`, bool: the rules above, one row per slot state.
-
-    `aged`: old enough for PRUNE; `free`: the host may germinate.
-    """
-    rules = _rules(auto)
 
     def allowed(op: LifecycleOp, stage: int, mode: AlphaMode, aged: bool, free: bool) -> bool:
         blocked = (op is LifecycleOp.PRUNE and not aged) or (op is LifecycleOp.GERMINATE and not free)
@@ -235,7 +234,7 @@ def _rule_table(auto: tuple[bool, bool, bool], device: torch.device) -> Tensor:
 
 def legal_ops(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, "N 6 S"]:
     """`legal[n, op, s]`, which masks, execution, effective ops and baselines all use."""
-    table = _rule_table((config.auto_g1, config.auto_g2, config.auto_g3), slots.stage.device)
+    table = _rule_table(config.automatic, slots.stage.device)
     aged = slots.age >= config.min_prune_age
     state = (slots.stage * 3 + slots.alpha_mode) * 4 + aged * 2 + _may_germinate(slots, config)[:, None]
     return table[state].transpose(1, 2).contiguous()
@@ -258,13 +257,9 @@ def resolve_target_slot(
 ) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
     """The slot each host's op aims at (the slot head), and whether the op is legal there with its style."""
     target_N, op_N, hosts_N = actions[:, Head.SLOT], actions[:, Head.OP], numbers(len(legal), legal.device)
-    wants_gate = (op_N == LifecycleOp.SET_ALPHA_TARGET) & _gated_styles(op_N.device)[actions[:, Head.STYLE]]
+    gated = constant(_GATED_STYLES, torch.bool, op_N.device)[actions[:, Head.STYLE]]
+    wants_gate = (op_N == LifecycleOp.SET_ALPHA_TARGET) & gated
     return target_N, legal[hosts_N, op_N, target_N] & (has_gate[hosts_N, target_N] | ~wants_gate)
-
-
-@lru_cache(maxsize=8)
-def _gated_styles(device: torch.device) -> Tensor:
-    return torch.tensor([algorithm == Algorithm.GATE for algorithm in STYLE_ALGORITHM], device=device)
 
 
 def at_target(target: Int[Tensor, " N"], num_slots: int) -> Bool[Tensor, "N S"]:

@@ -9,8 +9,8 @@
 Every decision is a mask over hosts and slots; networks, optimizers and rewards are unknown here.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules import conditions
-from esper.kasmina.rules.conditions import LifecycleConfig, at_target, in_stages, resolve_target_slot
+from esper.kasmina.rules.conditions import LifecycleConfig, at_target, constant, in_stages, resolve_target_slot
 from esper.kasmina.rules.slot_fields import release, select, vacate
 from esper.leyline.lifecycle import (
     ALPHA_CURVE_STEEPNESS,
@@ -122,40 +122,37 @@ _STAGE_AFTER = {
     LifecycleOp.PRUNE: SeedStage.PRUNED,
     LifecycleOp.FOSSILIZE: SeedStage.FOSSILIZED,
 }
-_INTEGERS = (
-    (Head.STYLE, STYLE_ALGORITHM),
-    (Head.STYLE, STYLE_CURVE),
-    (Head.TEMPO, TEMPO_TICKS),
-    (Head.ALPHA_SPEED, ALPHA_SPEED_TICKS),
-    (Head.ALPHA_CURVE, ALPHA_CURVES),
-    (Head.OP, tuple(int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp)),
+_STAGES = tuple(int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp)
+
+
+def _padded(*tables: Iterable[float]) -> tuple[tuple[float, ...], ...]:
+    """Rows of one length, with zeros at the end of the shorter ones."""
+    return tuple(zip(*zip_longest(*tables, fillvalue=0), strict=True))
+
+
+_TABLES = (
+    (
+        torch.int64,
+        (Head.STYLE, Head.STYLE, Head.TEMPO, Head.ALPHA_SPEED, Head.ALPHA_CURVE, Head.OP),
+        _padded(STYLE_ALGORITHM, STYLE_CURVE, TEMPO_TICKS, ALPHA_SPEED_TICKS, ALPHA_CURVES, _STAGES),
+    ),
+    (torch.float32, (Head.ALPHA_TARGET, Head.ALPHA_CURVE), _padded(ALPHA_TARGETS, ALPHA_CURVE_STEEPNESS)),
 )
-_FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_STEEPNESS))
-_Column = tuple[Head, Sequence[int] | Sequence[float]]
-_Table = tuple[Tensor, Tensor, Tensor]
-"""The head of each parameter, its row, and the rows of values, padded with zeros."""
-
-
-@lru_cache(maxsize=16)
-def _table(columns: tuple[_Column, ...], dtype: torch.dtype, device: torch.device) -> _Table:
-    width = max(len(values) for _, values in columns)
-    rows = [[*values, *[0] * (width - len(values))] for _, values in columns]
-    heads = torch.tensor([int(head) for head, _ in columns], device=device)
-    return heads, torch.arange(len(rows), device=device), torch.tensor(rows, dtype=dtype, device=device)
+"""Of the parameters behind the first, in order: their type, the heads that choose them, and the values of each."""
 
 
 def op_parameters(actions: Int[Tensor, "N 8"]) -> OpParameters:
     """The parameters of each host's op."""
-    columns = [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
-    for group, dtype in ((_INTEGERS, torch.int64), (_FLOATS, torch.float32)):
-        heads, rows, values = _table(group, dtype, actions.device)
-        columns.extend(values[rows, actions.index_select(1, heads)].split(1, dim=1))
+    device, columns = actions.device, [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
+    for dtype, heads, values in _TABLES:
+        chosen = actions.index_select(1, constant(heads, torch.int64, device))
+        columns.extend(constant(values, dtype, device)[numbers(len(heads), device), chosen].split(1, dim=1))
     return OpParameters(*columns)
 
 
 _S = SeedStage
 _FULL = 1.0 - 1e-6
-_AFTER_TICK: dict[int, int] = {
+_NEXT: dict[int, int] = {
     _S.GERMINATED: _S.TRAINING,
     _S.TRAINING: _S.BLENDING,
     _S.BLENDING: _S.HOLDING,
@@ -163,7 +160,8 @@ _AFTER_TICK: dict[int, int] = {
     _S.EMBARGOED: _S.RESETTING,
     _S.RESETTING: _S.DORMANT,
 }
-"""The next stage of a slot that the tick moves, unless its seed is removed."""
+_AFTER_TICK = tuple(_NEXT.get(stage, stage) for stage in range(NUM_STAGE_VALUES))
+"""By stage value: the next stage of a slot that the tick moves, unless its seed is removed."""
 
 
 @tensor_dataclass
@@ -252,7 +250,9 @@ def apply_ops(
     ramp_target = chosen.target.masked_fill(scheduled, 0.0)
     slots = retarget(slots, ramps, ramp_target, chosen.ticks, chosen.curve, chosen.steepness)
     slots = _germinate(slots, hosts.n_germinated, val_acc_N1, germinated, chosen, costs)
-    hosts = _count(hosts, slots, germinated, pruned, fossilized)
+    contributing = fossilized & (slots.contribution >= 1.0)
+    counted = {"germinated": germinated, "pruned": pruned, "fossilized": fossilized, "contributing": contributing}
+    counts = {f"n_{name}": getattr(hosts, f"n_{name}") + marked.sum(dim=1) for name, marked in counted.items()}
     changed = slots.stage != before
     effects = OpEffects(
         target=target,
@@ -265,7 +265,7 @@ def apply_ops(
         g5_asked=g5_asked,
         g5=g5,
     )
-    return slots, hosts, effects
+    return slots, replace(hosts, **counts), effects
 
 
 def _germinate(
@@ -299,19 +299,6 @@ def _germinate(
     )
 
 
-def _count(
-    hosts: HostState, slots: SlotState, germinated_NS: Tensor, pruned_NS: Tensor, fossilized_NS: Tensor
-) -> HostState:
-    contributing = fossilized_NS & (slots.contribution >= 1.0)
-    return replace(
-        hosts,
-        n_germinated=hosts.n_germinated + germinated_NS.sum(dim=1),
-        n_pruned=hosts.n_pruned + pruned_NS.sum(dim=1),
-        n_fossilized=hosts.n_fossilized + fossilized_NS.sum(dim=1),
-        n_contributing=hosts.n_contributing + contributing.sum(dim=1),
-    )
-
-
 def tick(
     slots: SlotState,
     hosts: HostState,
@@ -332,13 +319,13 @@ def tick(
     slots = step_ramps(slots, ramping)
     removed = ramping & (slots.alpha_mode == AlphaMode.HOLD) & (slots.alpha_target == 0.0)
 
-    asked = (in_stages(stage, _automatic(config)) | effects.requested) & ~removed
+    asked = (in_stages(stage, config.automatic) | effects.requested) & ~removed
     g2, g3 = conditions.gate_2(slots, epochs, hosts.val_acc, config), conditions.gate_3(slots, epochs, config)
     readings = conditions.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
     advanced = asked & readings.passed
-    cooled = epochs >= _cooldown(config.embargo_epochs, stage.device)[stage]
+    cooled = epochs >= constant(_cooldown(config.embargo_epochs), torch.int64, stage.device)[stage]
     moved = advanced | removed | cooled
-    to_stage = _after_tick(stage.device)[stage].masked_fill(removed, int(_S.PRUNED))
+    to_stage = constant(_AFTER_TICK, torch.int64, stage.device)[stage].masked_fill(removed, int(_S.PRUNED))
 
     slots = replace(slots, age=slots.age + occupied, epochs_in_stage=torch.where(moved, slots.epochs_in_stage, epochs))
     slots = transition(slots, moved, to_stage, val_acc_N1)
@@ -357,23 +344,10 @@ def tick(
     return slots, hosts, ticked
 
 
-def _automatic(config: LifecycleConfig) -> frozenset[SeedStage]:
-    """Stages whose gate is asked in each tick, without ADVANCE."""
-    gated = ((_S.GERMINATED, config.auto_g1), (_S.TRAINING, config.auto_g2), (_S.BLENDING, config.auto_g3))
-    return frozenset(stage for stage, auto in gated if auto)
-
-
-@lru_cache(maxsize=8)
-def _after_tick(device: torch.device) -> Int[Tensor, "11"]:
-    """`_AFTER_TICK` by stage value; the other stages lead to themselves."""
-    return torch.tensor([_AFTER_TICK.get(s, s) for s in range(NUM_STAGE_VALUES)], device=device)
-
-
-@lru_cache(maxsize=8)
-def _cooldown(embargo_epochs: int, device: torch.device) -> Int[Tensor, "11"]:
+def _cooldown(embargo_epochs: int) -> tuple[int, ...]:
     """Epochs after which a slot in cooldown moves on, by stage value; never reached in the other stages."""
     waits: dict[int, int] = {_S.PRUNED: 0, _S.EMBARGOED: embargo_epochs, _S.RESETTING: 0}
-    return torch.tensor([waits.get(s, 2**31) for s in range(NUM_STAGE_VALUES)], device=device)
+    return tuple(waits.get(stage, 2**31) for stage in range(NUM_STAGE_VALUES))
 
 
 def _start_blending(slots: SlotState, where_NS: Tensor, val_acc_N1: Tensor) -> SlotState:
@@ -456,16 +430,8 @@ def with_fossils(
     return slots, replace(hosts, n_germinated=hosts.n_germinated + count, n_fossilized=hosts.n_fossilized + count)
 
 
-_MEASURED = (
-    "val_acc",
-    "val_loss",
-    "train_acc",
-    "train_loss",
-    "prev_val_acc",
-    "prev_val_loss",
-    "committed_acc",
-    "cf_total",
-)
+_MEASURED = ("val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss", "committed_acc",
+             "cf_total")  # fmt: skip
 """Fields of a host that a rollback clears, besides the histories."""
 
 

@@ -13,81 +13,59 @@ from esper.leyline.messages import HostState, Measurements, SlotState
 from esper.leyline.tensor_dataclass import replace, where
 
 _NAN = float("nan")
-_INT, _FLOAT, _BOOL = torch.int64, torch.float32, torch.bool
-
-IDENTITY: dict[str, tuple[torch.dtype, float]] = {
-    "stage": (_INT, SeedStage.DORMANT),
-    "prev_stage": (_INT, SeedStage.DORMANT),
-    "epochs_in_stage": (_INT, 0),
-    "prev_epochs": (_INT, 0),
-    "age": (_INT, 0),
-    "serial": (_INT, -1),
-    "blueprint": (_INT, -1),
-    "algorithm": (_INT, 0),
-    "tempo": (_INT, 0),
-    "germ_curve": (_INT, AlphaCurve.NONE),
-    "acc_at_stage_start": (_FLOAT, _NAN),
+_IDENTITY = {
+    "stage": int(SeedStage.DORMANT),
+    "prev_stage": int(SeedStage.DORMANT),
+    "epochs_in_stage": 0,
+    "prev_epochs": 0,
+    "age": 0,
+    "serial": -1,
+    "blueprint": -1,
+    "algorithm": 0,
+    "tempo": 0,
+    "germ_curve": int(AlphaCurve.NONE),
+    "acc_at_stage_start": _NAN,
 }
 """Fields that stay when the module is removed, until the slot is DORMANT again."""
-
-MODULE: dict[str, tuple[torch.dtype, float]] = {
-    "has_gate": (_BOOL, False),
-    "params": (_INT, 0),
-    "alpha": (_FLOAT, 0.0),
-    "alpha_start": (_FLOAT, 0.0),
-    "alpha_target": (_FLOAT, 0.0),
-    "alpha_mode": (_INT, AlphaMode.HOLD),
-    "alpha_curve": (_INT, AlphaCurve.NONE),
-    "alpha_steepness": (_FLOAT, FIRST_RAMP_STEEPNESS),
-    "alpha_total": (_INT, 0),
-    "alpha_done": (_INT, 0),
+_RELEASED = {
+    # the module and its blend weight
+    "has_gate": False,
+    "params": 0,
+    **dict.fromkeys(("alpha", "alpha_start", "alpha_target"), 0.0),
+    "alpha_mode": int(AlphaMode.HOLD),
+    "alpha_curve": int(AlphaCurve.NONE),
+    "alpha_steepness": FIRST_RAMP_STEEPNESS,
+    **dict.fromkeys(("alpha_total", "alpha_done"), 0),
+    # measurements of the seed
+    **dict.fromkeys(("acc_at_germination", "acc_at_blending_start", "contribution", "contribution_velocity"), _NAN),
+    "contribution_step": -1,
+    **dict.fromkeys(("interaction_sum", "boost_received"), _NAN),
+    **dict.fromkeys(("grad_norm", "grad_health", "grad_health_prev", "grad_ratio_ema"), _NAN),
+    **dict.fromkeys(("grad_vanishing", "grad_exploding"), False),
 }
-"""Fields of the module and its blend weight."""
-
-MEASURED: dict[str, tuple[torch.dtype, float]] = {
-    "acc_at_germination": (_FLOAT, _NAN),
-    "acc_at_blending_start": (_FLOAT, _NAN),
-    "contribution": (_FLOAT, _NAN),
-    "contribution_step": (_INT, -1),
-    "contribution_velocity": (_FLOAT, _NAN),
-    "interaction_sum": (_FLOAT, _NAN),
-    "boost_received": (_FLOAT, _NAN),
-    "grad_norm": (_FLOAT, _NAN),
-    "grad_health": (_FLOAT, _NAN),
-    "grad_vanishing": (_BOOL, False),
-    "grad_exploding": (_BOOL, False),
-    "grad_health_prev": (_FLOAT, _NAN),
-    "grad_ratio_ema": (_FLOAT, _NAN),
-}
-"""Measurements of the seed."""
-
-RELEASED = {**MODULE, **MEASURED}
-EMPTY = {**IDENTITY, **RELEASED}
-
-_HOST_EMPTY: dict[str, tuple[torch.dtype, float]] = {
-    **dict.fromkeys(
-        ("val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss"), (_FLOAT, _NAN)
-    ),
-    **dict.fromkeys(("committed_acc", "cf_total", "best_acc"), (_FLOAT, _NAN)),
-    **dict.fromkeys(("n_germinated", "n_pruned", "n_fossilized", "n_contributing", "host_params"), (_INT, 0)),
-    **dict.fromkeys(("plateau_count", "stable_count", "segment"), (_INT, 0)),
-    "compute": (_FLOAT, 0.0),
-    "last_op": (_INT, LifecycleOp.WAIT),
-    "last_success": (_BOOL, True),
-    "stabilized": (_BOOL, False),
+EMPTY = {**_IDENTITY, **_RELEASED}
+"""The value of each field of an empty slot, of the type of the field."""
+_HOST_EMPTY = {
+    **dict.fromkeys(("val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss"), _NAN),
+    **dict.fromkeys(("committed_acc", "cf_total", "best_acc"), _NAN),
+    **dict.fromkeys(("n_germinated", "n_pruned", "n_fossilized", "n_contributing"), 0),
+    **dict.fromkeys(("plateau_count", "stable_count", "segment"), 0),
+    "compute": 0.0,
+    "last_op": int(LifecycleOp.WAIT),
+    "last_success": True,
+    "stabilized": False,
 }
 
 
 def empty_slots(num_envs: int, num_slots: int, device: torch.device) -> SlotState:
     """DORMANT slots [N, S]."""
-    shape = (num_envs, num_slots)
-    return SlotState(**{name: torch.full(shape, v, dtype=d, device=device) for name, (d, v) in EMPTY.items()})
+    return SlotState(**{name: torch.full((num_envs, num_slots), v, device=device) for name, v in EMPTY.items()})
 
 
 def new_hosts(num_envs: int, host_params: int, device: torch.device) -> HostState:
     """N hosts before their first step."""
-    fields = {name: torch.full((num_envs,), v, dtype=d, device=device) for name, (d, v) in _HOST_EMPTY.items()}
-    fields["host_params"].fill_(host_params)
+    values = _HOST_EMPTY | {"host_params": host_params}
+    fields = {name: torch.full((num_envs,), value, device=device) for name, value in values.items()}
     missing = torch.full((num_envs, 5), _NAN, device=device)
     return HostState(**fields, acc_hist=missing, loss_hist=missing.clone())
 
@@ -95,8 +73,8 @@ def new_hosts(num_envs: int, host_params: int, device: torch.device) -> HostStat
 @lru_cache(maxsize=16)
 def _empty_by_dtype(names: tuple[str, ...], device: torch.device) -> list[tuple[list[str], Tensor]]:
     """The names of each dtype, and their empty values [F, 1, 1]."""
-    groups = [(d, [name for name in names if EMPTY[name][0] is d]) for d in (_INT, _FLOAT, _BOOL)]
-    return [(g, torch.tensor([EMPTY[n][1] for n in g], dtype=d, device=device)[:, None, None]) for d, g in groups]
+    groups = [[name for name in names if type(EMPTY[name]) is kind] for kind in (int, float, bool)]
+    return [(of, torch.tensor([EMPTY[name] for name in of], device=device)[:, None, None]) for of in groups]
 
 
 def _fill_empty(slots: SlotState, where_NS: Tensor, names: tuple[str, ...]) -> SlotState:
@@ -110,7 +88,7 @@ def _fill_empty(slots: SlotState, where_NS: Tensor, names: tuple[str, ...]) -> S
 
 def release(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
     """Remove the module from the marked slots: its fields, its blend weight and its measurements become empty."""
-    return _fill_empty(slots, where, tuple(RELEASED))
+    return _fill_empty(slots, where, tuple(_RELEASED))
 
 
 def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
@@ -119,17 +97,13 @@ def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
 
 
 def require_known_values(slots: SlotState, num_blueprints: int) -> None:
-    """Refuse a loaded state with values that are never stored. Reads the device, so it does not belong in the loop.
+    """Raise CheckpointError for a loaded state with values that are never stored: a field is outside its table.
 
-    Raises:
-        CheckpointError: a stage is UNKNOWN or the unused value 5, or a field is outside its table.
+    It reads the device, so it does not belong in the loop.
     """
-    stages = set(SeedStage) - {SeedStage.UNKNOWN}
     tables: dict[str, Collection[int]] = {
-        "stage": stages,
-        "prev_stage": stages,
-        "alpha_curve": set(AlphaCurve),
-        "germ_curve": set(AlphaCurve),
+        **dict.fromkeys(("stage", "prev_stage"), frozenset(SeedStage) - {SeedStage.UNKNOWN}),
+        **dict.fromkeys(("alpha_curve", "germ_curve"), frozenset(AlphaCurve)),
         "alpha_mode": set(AlphaMode),
         "algorithm": set(Algorithm),
         "blueprint": range(-1, num_blueprints),

@@ -349,7 +349,7 @@ class Rows(NamedTuple):
 
     def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
         """Run on x [B * g, ...]."""
-        self.stacked.bind(self.parameters, self.buffers)
+        self.stacked.assign(self.parameters, self.buffers)
         draw_for(self.stacked.dropouts, self.draws)
         return self.stacked(*args)
 

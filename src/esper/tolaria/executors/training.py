@@ -259,7 +259,7 @@ def _same_kind(
 def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor, "R M"]:
     """L2 norm of each of the M tensors in each row, float64; columns past the layout are not read."""
     squares = grad[:, : layout.total].to(torch.float64).square()
-    sums = torch.zeros(grad.shape[0], layout.num_tensors + 1, dtype=torch.float64, device=grad.device)
+    sums = torch.zeros(grad.shape[0], len(layout.tensors) + 1, dtype=torch.float64, device=grad.device)
     return sums.index_add_(1, layout.segment_ids.to(grad.device, non_blocking=True), squares)[:, :-1].sqrt()
 
 

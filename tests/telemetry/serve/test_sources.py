@@ -1,7 +1,6 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,6 @@ from esper.telemetry.record.reader import Record
 from esper.telemetry.serve.runs import LIVE, OPEN, Runs, UnknownRunError, host, version_of
 from served_runs import add_round, write_run
 from toy_record import full_record
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("written")
-    write_run(path / "a", finished=True)
-    write_run(path / "b", rounds=1)
-    return path
-
-
-@pytest.fixture
-def folder(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "runs"))
-
-
-@pytest.fixture
-def runs(folder: Path) -> Iterator[Runs]:
-    with Runs(folder) as runs:
-        yield runs
 
 
 def answer(runs: Runs, name: str, *names: str, **place: int) -> object:

@@ -15,7 +15,7 @@ from esper.runs.records import Records
 from esper.telemetry.record.reader import COUNTED, Record, damage_said, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
-from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD
+from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD, SUMMARY
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -199,12 +199,13 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
     part = part_of(copy / RECORD, "steps", 1)
     target = part.rename(tmp_path / "elsewhere.parquet")
     part.symlink_to(target)
-    events = copy / "events.jsonl"
-    events.rename(tmp_path / "elsewhere.jsonl")
-    events.symlink_to(tmp_path / "elsewhere.jsonl")
+    for name in (EVENTS, SUMMARY):
+        (copy / name).rename(tmp_path / name)
+        (copy / name).symlink_to(tmp_path / name)
     with open_record([copy]) as record:
-        assert any(part.name in line and "not a regular file" in line for line in record.warnings)
-        assert any("events.jsonl is not a regular file" in line for line in record.warnings)
+        for name in (part.name, EVENTS, SUMMARY):
+            assert any(f"{name} is not a regular file" in line for line in record.warnings)
+        assert record.query("SELECT summary FROM runs") == [{"summary": None}]
         assert record.query("SELECT * FROM steps WHERE round = 1") == record.query("SELECT * FROM episodes") == []
 
 
@@ -360,7 +361,10 @@ def test_evaluations_in_the_directory_become_rows(copy: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("document", [5, {}, {"controllers": [None]}, {"controllers": [{"name": "x", "hosts": 1}]}])
+@pytest.mark.parametrize(
+    "document",
+    [5, {}, *({"controllers": wrong} for wrong in (None, [None], [{}], [{"name": "x", "hosts": 1}], {"name": "x"}))],
+)
 def test_an_evaluation_that_makes_no_sense_is_named(copy: Path, document: object) -> None:
     (copy / COMPARISON).write_text(json.dumps(document))
     with open_record([copy]) as record:

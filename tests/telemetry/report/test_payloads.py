@@ -80,11 +80,10 @@ def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tm
     assert (found["task"], found["sources"]) == ("digits", [source])
 
 
-@pytest.mark.parametrize("controllers", [None, [None], [{}], [{"name": ["x"]}], {"name": "x"}])
-def test_an_evaluation_that_makes_no_sense_has_no_verdict(tmp_path, record, controllers):
+def test_an_evaluation_that_makes_no_sense_has_no_verdict(tmp_path, record):
     record.database.execute("update runs set path = ?", [str(tmp_path)])
     record.database.execute("update evaluations set file = 'evaluation.json'")
-    (tmp_path / "evaluation.json").write_text(json.dumps({"verdict": "trained is better.", "controllers": controllers}))
+    (tmp_path / "evaluation.json").write_text('{"verdict": "trained is better.", "controllers": [null]}')
     (found,) = payload(record, "evaluation")
     assert len(found["rows"]) == 2
     assert found["sources"][0]["verdict"] is None

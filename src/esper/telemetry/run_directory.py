@@ -20,7 +20,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
@@ -66,16 +66,18 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _JSON_SCALARS = frozenset({str, int, bool, type(None)})
 
 
-def plain_json(value: object) -> object:
-    """`value` with NaN and infinities replaced by None, because JSON has neither."""
+def plain_json(value: object, of_finite: Callable[[float], float] = lambda number: number) -> object:
+    """`value` with NaN and infinities replaced by None, because JSON has neither, and other floats by `of_finite`."""
     if type(value) in _JSON_SCALARS:  # the common case first: a step may write thousands
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return of_finite(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: inner if type(inner) in _JSON_SCALARS else plain_json(inner) for k, inner in value.items()}
+        return {
+            k: inner if type(inner) in _JSON_SCALARS else plain_json(inner, of_finite) for k, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [plain_json(inner) for inner in value]
+        return [plain_json(inner, of_finite) for inner in value]
     return value
 
 

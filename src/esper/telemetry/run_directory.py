@@ -199,8 +199,7 @@ class RunDirectory(Closing):
     def write_parts(self, kinds: Iterable[Rows], number: int, first: int, host: int = 0) -> dict[str, str]:
         """Write the rows of round `number` from step `first` on, of the hosts of a rank that begin with `host`.
 
-        Returns:
-            The SHA-256 of each part by `key_of_part`.
+        Returns the SHA-256 of each part by `key_of_part`.
         """
         import duckdb  # takes a tenth of a second
 

@@ -288,14 +288,7 @@ def _explained(error: duckdb.Error) -> str:
 
 @final
 class _RunTables:
-    """Makes the schema of one run.
-
-    Args:
-        path: the run directory. schema: name of the schema. database: connection.
-
-    Attributes:
-        warnings: a sentence for whatever cannot be read.
-    """
+    """Makes the schema of one run; `warnings` has a sentence for whatever cannot be read."""
 
     def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection) -> None:
         self.path, self.schema = path, schema

@@ -46,14 +46,10 @@ _SAME_EVERYWHERE = {"font.family": "DejaVu Sans", "svg.hashsalt": "esper"}
 
 
 def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw the picture of each run that has a complete round, as PNG and SVG.
-
-    Args:
-        payloads: runs, curves, behaviour and hosts.
-        folder: receives run.png and run.svg, or NAME.png and NAME.svg for several runs; created if missing.
+    """Draw the picture of each run that has a complete round, from the payloads runs, curves, behaviour and hosts.
 
     Returns:
-        The files written.
+        The files in `folder`, which is created if missing: run.png and run.svg, or NAME.png and NAME.svg of each run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shown = [run for run in payloads["runs"] if payloads["curves"].get(run["run"])]

@@ -1,6 +1,5 @@
 """A record in memory with the tables of a real one, filled by hand."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import duckdb
@@ -13,16 +12,11 @@ class ToyRecord(Record):
     warnings: Any = None  # set below: here it is no property
 
     def __init__(self) -> None:
-        self.warnings = []
-        self.database = duckdb.connect(":memory:", config={"threads": 1})
+        self.warnings, self._runs, self._searched = [], {}, True
+        self.database = self._database = duckdb.connect(":memory:", config={"threads": 1})
         for table in TABLES:
             columns = "".join(f', "{name}" {kind}' for name, kind in table.types.items())
             self.database.execute(f"create table {table.name} (run varchar{columns})")
-
-    def query(self, sql: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
-        found = self.database.execute(sql, list(params))
-        names = [column[0] for column in found.description]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
     def add(self, table: str, *rows: dict[str, object]) -> None:
         for row in rows:

@@ -5,18 +5,15 @@ import dataclasses
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium.error import ClosedEnvironmentError, InvalidAction, ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
 import esper.gym
-import tiny
 from dry_run import CountedReads
-from esper.gym.spaces import observation_of
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp, SeedStage
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.runs.assembly.assemble import dataset_of, engine_of
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
@@ -163,15 +160,6 @@ def test_an_illegal_action_waits():
     assert told["illegal"].all()
     assert not silent["illegal"].any()
     assert (a == b).all()
-
-
-def test_heads_that_the_operation_does_not_read_do_not_matter():
-    both = [make() for _ in range(2)]
-    for env in both:
-        env.reset(seed=0)
-    noise = np.tile((2, 12, 3, 2, 0, 3, 4, Op.WAIT), (N, 1))
-    found = [env.step(x)[0] for env, x in zip(both, (noise, WAIT), strict=True)]
-    assert (found[0] == found[1]).all()
 
 
 # -- episodes ---------------------------------------------------------------------------------------------------------
@@ -371,21 +359,3 @@ def test_a_step_reads_the_device_twice_however_many_hosts_there_are():
         with CountedReads() as reads:
             env.step(np.tile(CANONICAL_ACTION, (num_envs, 1)))
         assert reads.number == 2
-
-
-def test_networks_are_hosts_too():
-    env = make(dataclasses.replace(tiny.task(), name="tiny_of_gym"), executor="streamed")
-    obs, _ = env.reset(seed=0)
-    rows = [env.step(np.tile(action(Op.GERMINATE, slot=t % 3, blueprint=1), (N, 1))) for t in range(E)]
-    assert (rows[-1][-1]["kept_points"] > 0.0).all()
-    assert (env.reset(seed=0)[0] == obs).all()
-    assert torch.is_grad_enabled()
-
-
-def test_the_observation_is_that_of_the_engine():
-    env = make()
-    obs, _ = env.reset(seed=0)
-    step = env._step
-    seen = observation_of(step.obs.slots, step.obs.hosts, 1, E, env._engine.spec.num_blueprints)
-    assert (obs == seen.numpy()).all()
-    assert (step.obs.slots.stage == SeedStage.DORMANT).all()

@@ -76,9 +76,3 @@ def test_where_takes_whole_rows():
     mixed = where(torch.tensor([True, False, True]), outer(), outer(100.0))
     assert mixed.x.tolist() == [[0.0, 1.0], [102.0, 103.0], [4.0, 5.0]]
     assert mixed.inner.count.tolist() == [10, 120, 30]
-
-
-def test_one_host_of_a_tree_keeps_its_axis():
-    one = tree_map(lambda x: x[1:2], outer())
-    assert one.x.tolist() == [[2.0, 3.0]]
-    assert one.inner.count.tolist() == [20]

@@ -1,5 +1,6 @@
 """Each anomaly is found in a record that has the fault, and in no healthy one. Numbers are worked out by hand."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esper.runs.assembly.values import parse
 from esper.telemetry import anomalies
-from esper.telemetry.anomalies import RULES, Alarm, of_flags, of_trend, of_update, rule_of, share_between
+from esper.telemetry.anomalies import RULES, Alarm, Trend, of_flags, of_trend, of_update, rule_of, share_between
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
@@ -78,47 +80,41 @@ def written(tmp_path: Path) -> Written:
     return Written(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("metric", "value"),
-    [
+def test_an_update_beyond_a_threshold_is_found(written: Written) -> None:
+    wrong = [
         *(("stored_log_prob_error", 0.1), ("approx_kl", 0.2), ("explained_variance", -0.75)),
         *(("hidden_rms", 1e-7), ("cell_rms", 12.0), ("cell_rms", 0.0), ("grad_norm", 0.0), ("entropy_op", 0.07)),
         *(("entropy_parameters", 0.04), ("nonfinite_minibatches", 1.0), ("actions_outside_mask", 1.0)),
         ("nonfinite_logits", 1.0),
+    ]
+    for number, (metric, value) in enumerate(wrong, start=1):
+        written.change([number], **{metric: value})
+    assert written.found() == [(metric, number, None, value) for number, (metric, value) in enumerate(wrong, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "values", "found"),
+    [
+        # limit 0.5, threshold 20 times as much: ten rounds above 10, and one small gradient among them is enough
+        (range(11, 21), {"grad_norm": 12.0}, [("gradient_always_clipped", 20, None, 24.0)]),
+        (range(12, 21), {"grad_norm": 12.0}, []),
+        (range(1, 11), {"value_std": 0.01, "return_std": 1.0}, [("value_collapse", 10, None, 0.01)]),
+        ([3], {"hidden_rms": 0.95}, [("lstm_saturated", 3, None, 0.95)]),
+        ([20], {"memory_bytes": {"peak": 1600}}, [("memory_grows", 20, None, 1.6)]),
+        (range(11, 21), {"objective_mean": 45.0}, [("objective_falls", 20, None, -10.5)]),  # after 51 to 60
+        (range(1, 21), {"objective_mean": 60.0}, [("objective_stands_still", 20, None, 0.0)]),
     ],
 )
-def test_an_update_beyond_a_threshold_is_found(written: Written, metric: str, value: float) -> None:
-    assert written.change([7], **{metric: value}).found() == [(metric, 7, None, value)]
+def test_what_several_rounds_have_in_common_is_found(
+    written: Written, rounds: Sequence[int], values: dict[str, object], found: list[tuple[object, ...]]
+) -> None:
+    assert written.change(rounds, **values).found() == found
 
 
-def test_a_gradient_that_is_always_clipped_hard_is_found(written: Written) -> None:
-    # limit 0.5, threshold 20 times as much: ten rounds above 10
-    assert written.change(range(11, 21), grad_norm=12.0).found() == [("gradient_always_clipped", 20, None, 24.0)]
-
-
-def test_one_small_gradient_among_ten_is_enough(written: Written) -> None:
-    assert written.change(range(12, 21), grad_norm=12.0).found() == []
-
-
-def test_a_critic_that_became_constant_is_found(written: Written) -> None:
-    found = written.change(range(1, 11), value_std=0.01, return_std=1.0).found()
-    assert found == [("value_collapse", 10, None, 0.01)]
-
-
-def test_a_recurrent_state_at_its_limits_is_found(written: Written) -> None:
-    assert written.change([3], hidden_rms=0.95).found() == [("lstm_saturated", 3, None, 0.95)]
-
-
-def test_a_policy_that_only_waits_is_found(written: Written) -> None:
-    written.p_wait[10:] = [0.98] * 10
-    ((kind, number, host, value),) = written.found()
-    assert (kind, number, host) == ("policy_waits", 20, None)
-    assert value == pytest.approx(0.98)
-
-
-def test_waiting_where_nothing_else_is_legal_is_not_an_anomaly(written: Written) -> None:
-    written.p_wait[10:] = [1.0] * 10
-    assert written.found() == []
+@pytest.mark.parametrize(("p_wait", "found"), [(0.98, ["policy_waits"]), (1.0, [])])  # at 1 nothing else is legal
+def test_a_policy_that_only_waits_is_found(written: Written, p_wait: float, found: list[str]) -> None:
+    written.p_wait[10:] = [p_wait] * 10
+    assert [(kind, number, host) for kind, number, host, _ in written.found()] == [(kind, 20, None) for kind in found]
 
 
 def test_many_rolled_back_hosts_are_found(written: Written) -> None:
@@ -134,19 +130,6 @@ def test_rollbacks_that_make_the_return_are_found(written: Written) -> None:
     ((kind, number, _, value),) = written.found()
     assert (kind, number) == ("rollbacks_dominate_return", 1)
     assert value == pytest.approx(1.0)
-
-
-def test_memory_that_grows_is_found(written: Written) -> None:
-    written.change([20], memory_bytes={"peak": 1600})
-    assert written.found() == [("memory_grows", 20, None, 1.6)]
-
-
-def test_an_objective_that_falls_or_stands_still_is_found(tmp_path: Path) -> None:
-    falling = Written(tmp_path / "falling").change(range(1, 11), objective_mean=60.0)
-    falling.change(range(11, 21), objective_mean=55.0)
-    assert falling.found() == [("objective_falls", 20, None, -5.0)]
-    level = Written(tmp_path / "level").change(range(1, 21), objective_mean=60.0)
-    assert level.found() == [("objective_stands_still", 20, None, 0.0)]
 
 
 def test_steps_that_game_the_reward_are_found_by_host(written: Written) -> None:
@@ -180,3 +163,55 @@ def test_every_alarm_has_a_rule() -> None:
     assert all(
         rule_of(alarm).advice for alarm in [*alarms, *of_flags({"own": 2}), Alarm("objective_falls", -3.0, -2.0)]
     )
+
+
+def after(*rounds: float) -> tuple[Trend, list[int]]:
+    """The trend after these rounds, and the rounds after which the policy was the best so far."""
+    trend, best = Trend(), []
+    for number, objective in enumerate(rounds, start=1):
+        trend, better = trend.after(objective)
+        best += [number] * better
+    return trend, best
+
+
+def test_nobody_is_the_best_before_ten_rounds() -> None:
+    trend, best = after(*[90.0] * 9)
+    assert (trend.best, best) == (None, [])
+
+
+def test_the_best_is_the_highest_mean_of_ten_and_not_the_highest_round() -> None:
+    # means: rounds 1-10: 10; 2-11: 20 (one round of 110); 3-12: 19; ... 12-21: 5
+    trend, best = after(*[10.0] * 10, 110.0, *[0.0] * 10)
+    assert (trend.best, best) == (20.0, [10, 11])
+
+
+def test_an_equal_mean_is_not_better() -> None:
+    assert after(*[10.0] * 13)[1] == [10]
+
+
+@pytest.mark.parametrize(
+    ("second", "alarm"),
+    [
+        (52.125, [Alarm("objective_rises", 2.125, 2.0)]),
+        (52.0, []),
+        (50.5, [Alarm("objective_stands_still", 0.5, 0.5)]),
+        (50.625, []),
+        (49.5, [Alarm("objective_stands_still", -0.5, 0.5)]),
+        (49.25, []),
+        (48.0, []),
+        (47.875, [Alarm("objective_falls", -2.125, -2.0)]),
+    ],
+)
+def test_ten_rounds_are_compared_with_the_ten_before(second: float, alarm: list[Alarm]) -> None:
+    assert list(after(*[50.0] * 10, *[second] * 10)[0].alarms()) == alarm
+
+
+def test_the_comparison_is_made_every_ten_rounds_and_of_the_last_twenty() -> None:
+    found = [n for n in range(1, 42) if list(after(*[50.0] * n)[0].alarms())]
+    assert found == [20, 30, 40]
+    assert next(after(*[0.0] * 10, *[50.0] * 20)[0].alarms()).name == "objective_stands_still"
+
+
+def test_a_trend_survives_being_written() -> None:
+    trend, _ = after(*[10.0] * 11)
+    assert parse(Trend, dataclasses.asdict(trend)) == trend

@@ -15,7 +15,6 @@ from esper.telemetry.progress import (
     RunProgress,
     counts,
     duration,
-    figure,
     line,
     size,
     with_spread,
@@ -47,8 +46,8 @@ class Clock:
         return self.now
 
 
-def plain() -> RunConsole:
-    return RunConsole(file=io.StringIO(), width=200)
+def plain(width: int = 200) -> RunConsole:
+    return RunConsole(file=io.StringIO(), width=width)
 
 
 def written(console: RunConsole) -> list[str]:
@@ -63,24 +62,22 @@ def test_a_round_is_one_line() -> None:
     )
 
 
-def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left() -> None:
+@pytest.mark.parametrize(
+    ("done", "seconds", "left"),
+    [
+        (0, 60.0, "1:00"),  # eighty steps took a minute, and eighty are left
+        (70, 10.0, "1:20"),  # a resumed run reckons with its own speed: ten steps in ten seconds
+    ],
+)
+def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left(
+    done: int, seconds: float, left: str
+) -> None:
     console, clock = plain(), Clock()
-    with RunProgress(console, rounds=4, steps=40, clock=clock) as progress:
-        clock.now += 30.0
-        progress.write("round", ROUND | {"round": 1})
-        clock.now += 30.0
+    with RunProgress(console, rounds=4, steps=40, done=done, clock=clock) as progress:
+        clock.now += seconds
         progress.write("round", ROUND)
-    first, second = written(console)
-    assert first.startswith("round 1/4  eta 1:30")
-    assert second.startswith("round 2/4  eta 1:00")
-
-
-def test_a_resumed_run_reckons_with_its_own_speed() -> None:
-    console, clock = plain(), Clock()
-    progress = RunProgress(console, rounds=4, steps=40, done=70, clock=clock)
-    clock.now += 10.0
-    progress.write("round", ROUND)  # ten steps in ten seconds; eighty are left
-    assert written(console)[0].startswith("round 2/4  eta 1:20")
+    (shown,) = written(console)
+    assert shown.startswith(f"round 2/4  eta {left}")
 
 
 def test_a_long_round_gives_a_line_soon_and_then_now_and_then() -> None:
@@ -112,9 +109,9 @@ def test_a_console_whose_reader_left_goes_silent(tmp_path: Path, monkeypatch: py
 
 
 def test_a_line_is_not_broken_or_marked_up() -> None:
-    console = RunConsole(file=io.StringIO(), width=20)
-    console.say("a [bold]long[/bold] line that is wider than the console")
-    assert written(console) == ["a [bold]long[/bold] line that is wider than the console"]
+    console, text = plain(20), "a [bold]long[/bold] line that is wider than the console"
+    console.say(text)
+    assert written(console) == [text]
 
 
 def test_what_was_not_measured_is_a_dash_and_never_nan() -> None:
@@ -228,19 +225,11 @@ def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped(
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "0:00"), (59.6, "1:00"), (61.0, "1:01"), (3599.0, "59:59"), (3723.4, "1:02:03")]
-)
-def test_a_duration_is_hours_minutes_seconds(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-
-
 def test_numbers_are_short_texts() -> None:
+    times = {0.2: "0:00", 59.6: "1:00", 61.0: "1:01", 3599.0: "59:59", 3723.4: "1:02:03"}
+    assert {seconds: duration(seconds) for seconds in times} == times
     assert counts({"WAIT": 0}) == counts({}) == "none"
-    assert figure(NAN, ".2f") == "-"
-    assert [with_spread(*values) for values in ((58.412, 2.1), (58.412, NAN), (NAN, NAN))] == [
-        "58.41 ± 2.10",
-        "58.41",
-        "-",
-    ]
-    assert (size(329_584_640), size(1_250_000_000)) == ("330 MB", "1.25 GB")
+    found = [with_spread(*values) for values in ((58.412, 2.1), (58.412, NAN), (NAN, NAN))]
+    assert found == ["58.41 ± 2.10", "58.41", "-"]
+    sizes = {12_300: "12 kB", 329_584_640: "330 MB", 1_250_000_000: "1.25 GB"}
+    assert {number: size(number) for number in sizes} == sizes

@@ -8,7 +8,6 @@ obs, reward, terminated, truncated, info = env.step(actions)
 docs/gym.md says what observations, actions and masks are. Needs gymnasium: `pip install 'esper-growth[gym]'`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -63,7 +62,9 @@ def make_vec(
     """
     if render_mode is not None:
         raise ConfigError(f"render_mode is {render_mode!r}, but hosts are not drawn; leave it out.")
-    _refuse_settings_of_a_run(settings)
+    for name in settings:
+        if name.partition(".")[0] in _OF_A_RUN:
+            raise ConfigError(f"{name} is a setting of a run, which an environment does not have; leave it out.")
     spec = spec_of(task)
     values = given(settings, num_envs=num_envs, reward=reward, seed=seed, episode_length=episode_length, device=device)
     values["task"] = task if isinstance(task, str) else spec.name
@@ -79,12 +80,6 @@ def make_vec(
             return engine_of(config, dataset, where, engine_config=engine_config, task=hosts)
 
     return GrowingHosts(build, lambda engine: reward_of(config, engine), config.seed)
-
-
-def _refuse_settings_of_a_run(settings: Mapping[str, object]) -> None:
-    for name in settings:
-        if name.partition(".")[0] in _OF_A_RUN:
-            raise ConfigError(f"{name} is a setting of a run, which an environment does not have; leave it out.")
 
 
 def _no_single(task: str, **_: object) -> gymnasium.Env[Any, Any]:

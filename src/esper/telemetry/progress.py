@@ -208,10 +208,9 @@ class RunProgress(_Display):
     """Displays a run; a listener, and a context manager around the run.
 
     Args:
-        console: output; the table needs a terminal.
+        console, clock: as for any display.
         rounds, steps: total rounds, and control steps per round.
         done: control steps completed before a resume.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -327,11 +326,6 @@ class PassProgress(_Display):
     """Progress of a search or a comparison; a context manager around the work. A pass is an episode of all hosts.
 
     grid  pass 12/65 ━━━━━━━━━━━━╸━━━━━━━━━━━━ 0:14 eta 1:02
-
-    Args:
-        console: output; the bar needs a terminal.
-        passes: total.
-        clock: monotonic seconds.
     """
 
     def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:

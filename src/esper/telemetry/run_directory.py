@@ -20,10 +20,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 import tomli_w
 
@@ -62,22 +62,22 @@ CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, COMPARISON, CHECKPOINTS, IMPORT
     "importance.json",
 )
 _RECORD_FILES = (METRICS, EVENTS)
-P = ParamSpec("P")
-T = TypeVar("T")
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _JSON_SCALARS = frozenset({str, int, bool, type(None)})
 
 
-def plain_json(value: object) -> object:
-    """`value` with NaN and infinities replaced by None, because JSON has neither."""
+def plain_json(value: object, of_finite: Callable[[float], float] = lambda number: number) -> object:
+    """`value` with NaN and infinities replaced by None, because JSON has neither, and other floats by `of_finite`."""
     if type(value) in _JSON_SCALARS:  # the common case first: a step may write thousands
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return of_finite(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: inner if type(inner) in _JSON_SCALARS else plain_json(inner) for k, inner in value.items()}
+        return {
+            k: inner if type(inner) in _JSON_SCALARS else plain_json(inner, of_finite) for k, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [plain_json(inner) for inner in value]
+        return [plain_json(inner, of_finite) for inner in value]
     return value
 
 
@@ -138,12 +138,14 @@ class RunDirectory(Closing):
             raise RunDirectoryError(
                 f"the run directory {path} cannot be created ({error.strerror}); name another {option('out')}."
             ) from error
-        return _translated(path, cls, path, _RECORD_FILES)
+        with _writing(path):
+            return cls(path, _RECORD_FILES)
 
     @classmethod
     def share(cls, path: Path) -> "RunDirectory":
         """An existing directory for another rank than the first: it writes parts, and its events wait to be sent."""
-        return _translated(path, cls, path, ())
+        with _writing(path):
+            return cls(path, ())
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDirectory":
@@ -153,8 +155,8 @@ class RunDirectory(Closing):
             RunDirectoryError: another process writes to it, or its record files are links or devices.
         """
         require_own_files(path)
-        there = [name for name in _RECORD_FILES if (path / name).exists()]
-        return _translated(path, cls, path, there)
+        with _writing(path):
+            return cls(path, [name for name in _RECORD_FILES if (path / name).exists()])
 
     def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any], rounds: int = 0) -> None:
         """Cut the record files to their length at a checkpoint, and replace config.toml.
@@ -164,8 +166,7 @@ class RunDirectory(Closing):
             config: the new configuration.
             rounds: how many rounds had begun; the parts of later ones are deleted.
         """
-
-        def truncate() -> None:
+        with _writing(self.path):
             record = self.path / RECORD
             record.mkdir(exist_ok=True)
             for part in filter(lambda part: number_of(part) > rounds or is_draft(part), list(record.iterdir())):
@@ -182,24 +183,23 @@ class RunDirectory(Closing):
                 remove(left)
             _replace(self.path / CONFIG, tomli_w.dumps(config))
 
-        _translated(self.path, truncate)
-
     def merge_parts(self, number: int) -> None:
         """Make one part of each kind of those that all ranks wrote in a round that is not complete."""
-        for kind in STORED:
-            _translated(self.path, merge_parts, self.path / RECORD, kind, number)
+        with _writing(self.path):
+            for kind in STORED:
+                merge_parts(self.path / RECORD, kind, number)
 
     def write_metrics(self, line: Mapping[str, object]) -> None:
         """Write one line of metrics.jsonl and flush all record files."""
         self._write(METRICS, [line])
-        for file in self._files.values():
-            _translated(self.path, file.flush)
+        with _writing(self.path):
+            for file in self._files.values():
+                file.flush()
 
     def write_parts(self, kinds: Iterable[Rows], number: int, first: int, host: int = 0) -> dict[str, str]:
         """Write the rows of round `number` from step `first` on, of the hosts of a rank that begin with `host`.
 
-        Returns:
-            The SHA-256 of each part by `key_of_part`.
+        Returns the SHA-256 of each part by `key_of_part`.
         """
         import duckdb  # takes a tenth of a second
 
@@ -208,12 +208,11 @@ class RunDirectory(Closing):
         self._unsynced |= {part_of(folder, kind, number, host) for kind in STORED}
         self._database = self._database or duckdb.connect(":memory:", config={"threads": 1})
         try:
-            return {
-                key_of_part(rows.kind, host): _translated(
-                    self.path, write_part, folder, rows, number, first, self._database, host
-                )
-                for rows in kinds
-            }
+            with _writing(self.path):
+                return {
+                    key_of_part(rows.kind, host): write_part(folder, rows, number, first, self._database, host)
+                    for rows in kinds
+                }
         except duckdb.Error as error:
             raise _not_written(self.path, str(error).partition("\n")[0]) from error
 
@@ -239,13 +238,12 @@ class RunDirectory(Closing):
 
     def _write(self, name: str, lines: Iterable[Mapping[str, object]]) -> None:
         self._require_there()
-        text = "".join(_encoded(line) + "\n" for line in lines)
-        _translated(self.path, self._files[name].write, text)
+        with _writing(self.path):
+            self._files[name].write("".join(_encoded(line) + "\n" for line in lines))
 
     def cursor(self) -> dict[str, int]:
         """Sync all record files to disk; returns the length in bytes of each."""
-
-        def lengths() -> dict[str, int]:
+        with _writing(self.path):
             for file in self._files.values():
                 file.flush()
                 sync_file(file.fileno())
@@ -254,13 +252,12 @@ class RunDirectory(Closing):
             self._unsynced.clear()
             return {name: file.tell() for name, file in self._files.items()}
 
-        return _translated(self.path, lengths)
-
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json atomically."""
         self._require_there()
         text = json.dumps(plain_json(dict(summary)), indent=2, allow_nan=False) + "\n"
-        _translated(self.path, _replace, self.path / SUMMARY, text)
+        with _writing(self.path):
+            _replace(self.path / SUMMARY, text)
 
     def close(self) -> None:
         """Close the record files. Errors are ignored: `write_metrics` and `cursor` flush and report them."""
@@ -403,10 +400,11 @@ def _replace(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _translated(path: Path, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `act`; an OSError becomes a RunDirectoryError."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """An OSError inside becomes a RunDirectoryError."""
     try:
-        return act(*args, **kwargs)
+        yield
     except OSError as error:
         raise _not_written(path, error.strerror or str(error)) from error
 

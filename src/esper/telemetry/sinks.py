@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -119,6 +120,25 @@ class _Receiver:
     seconds: float = 0.0
     lost: int = 0
 
+    def attempts(self, act: Callable[[], None]) -> bool:
+        """Whether something that is not ours succeeds; no listener and no sink stops a run."""
+        try:
+            act()
+        except Exception as error:
+            self.give_up(f"failed: {in_words(error)}")
+            return False
+        return True
+
+    def give_up(self, why: str) -> None:
+        """Pass on nothing more."""
+        self.sink = None
+        warn([f"{self.name} {why}. It receives nothing more; the run goes on."])
+
+    def close(self, sink: Sink) -> None:
+        """Close a sink of this receiver."""
+        if isinstance(sink, ClosingSink):
+            self.attempts(sink.close)
+
 
 @final
 class Hub(Closing):
@@ -142,11 +162,11 @@ class Hub(Closing):
             self._add(_Receiver(f"the sink {name!r}", None, kind.kinds, is_sink=True), kind.make, run_directory)
 
     def _add(self, receiver: _Receiver, factory: SinkFactory, run_directory: Path) -> None:
-        self._receivers.append(receiver)
-        try:
+        def make() -> None:
             receiver.sink = factory(run_directory)
-        except Exception as error:  # no listener and no sink stops a run
-            _give_up(receiver, _failed(error))
+
+        self._receivers.append(receiver)
+        receiver.attempts(make)
         receiver.began = time.monotonic()
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
@@ -159,47 +179,25 @@ class Hub(Closing):
                 receiver.lost += 1
                 continue
             began = time.monotonic()
-            try:
-                receiver.sink.write(kind, record)
-            except Exception as error:  # no listener and no sink stops a run
-                receiver.lost += 1
-                _give_up(receiver, _failed(error))
+            receiver.lost += not receiver.attempts(partial(receiver.sink.write, kind, record))
             ended = time.monotonic()
             receiver.seconds += ended - began
             allowed = PATIENCE + SHARE * (ended - receiver.began)
             if receiver.is_sink and receiver.sink is not None and receiver.seconds > allowed:
                 slow = receiver.sink
-                _give_up(receiver, f"is slow, it has taken {receiver.seconds:.1f} seconds of the run")
-                _close(receiver, slow)
+                receiver.give_up(f"is slow, it has taken {receiver.seconds:.1f} seconds of the run")
+                receiver.close(slow)
 
     def close(self) -> None:
         """Close the sinks."""
         for receiver in self._receivers:
             if receiver.is_sink and receiver.sink is not None:
-                _close(receiver, receiver.sink)
+                receiver.close(receiver.sink)
 
     @property
     def num_lost(self) -> int:
         """Records that listeners and sinks did not receive, or with which they failed."""
         return sum(receiver.lost for receiver in self._receivers)
-
-
-def _close(receiver: _Receiver, sink: Sink) -> None:
-    if isinstance(sink, ClosingSink):
-        try:
-            sink.close()
-        except Exception as error:  # no sink stops a run
-            _give_up(receiver, _failed(error))
-
-
-def _failed(error: Exception) -> str:
-    """An exception in one line, e.g. "failed: OSError: no space left"."""
-    return "failed: " + in_words(error)
-
-
-def _give_up(receiver: _Receiver, why: str) -> None:
-    receiver.sink = None
-    warn([f"{receiver.name} {why}. It receives nothing more; the run goes on."])
 
 
 def scalars(fields: Mapping[str, object], path: str = "") -> Iterator[tuple[str, float]]:

@@ -15,7 +15,7 @@ from esper.runs.records import Records
 from esper.telemetry.record.reader import COUNTED, Record, damage_said, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
-from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD
+from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD, SUMMARY
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -23,9 +23,15 @@ HOSTS, STEPS, ROUNDS = 3, 8, 3  # of `small_runs`, where host 1 is rolled back i
 
 
 @pytest.fixture(scope="module")
-def run_and_reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport]]:
-    """A complete run, and what its engine reported of each step."""
-    path, reports, record_step = tmp_path_factory.mktemp("runs") / "whole", list[StepReport](), Records.step
+def reports() -> list[StepReport]:
+    """What the engine reported of each step of `run`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(reports: list[StepReport], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run."""
+    path, record_step = tmp_path_factory.mktemp("runs") / "whole", Records.step
 
     def step(self: Records, report: StepReport) -> None:
         reports.append(report)
@@ -34,17 +40,7 @@ def run_and_reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Records, "step", step)
         assert train(path, "null", ROUNDS) == 0
-    return path, reports
-
-
-@pytest.fixture(scope="module")
-def run(run_and_reports: tuple[Path, list[StepReport]]) -> Path:
-    return run_and_reports[0]
-
-
-@pytest.fixture(scope="module")
-def reports(run_and_reports: tuple[Path, list[StepReport]]) -> list[StepReport]:
-    return run_and_reports[1]
+    return path
 
 
 @pytest.fixture
@@ -203,12 +199,13 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
     part = part_of(copy / RECORD, "steps", 1)
     target = part.rename(tmp_path / "elsewhere.parquet")
     part.symlink_to(target)
-    events = copy / "events.jsonl"
-    events.rename(tmp_path / "elsewhere.jsonl")
-    events.symlink_to(tmp_path / "elsewhere.jsonl")
+    for name in (EVENTS, SUMMARY):
+        (copy / name).rename(tmp_path / name)
+        (copy / name).symlink_to(tmp_path / name)
     with open_record([copy]) as record:
-        assert any(part.name in line and "not a regular file" in line for line in record.warnings)
-        assert any("events.jsonl is not a regular file" in line for line in record.warnings)
+        for name in (part.name, EVENTS, SUMMARY):
+            assert any(f"{name} is not a regular file" in line for line in record.warnings)
+        assert record.query("SELECT summary FROM runs") == [{"summary": None}]
         assert record.query("SELECT * FROM steps WHERE round = 1") == record.query("SELECT * FROM episodes") == []
 
 
@@ -261,27 +258,26 @@ def test_lines_that_are_gone_are_named(copy: Path) -> None:
             assert found.warnings == []
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_the_half_line_that_a_run_is_writing_is_left_out_without_a_word(copy: Path, name: str) -> None:
-    before = (copy / name).read_text()
-    (copy / name).write_text(before + before.splitlines()[-1][:-20])
-    with open_record([copy]) as record:
-        assert record.warnings == []
-        assert record.query("SELECT max(round) AS n, count(*) AS rows FROM episodes") == [
-            {"n": ROUNDS, "rows": HOSTS * ROUNDS}
-        ]
-
-
-def test_a_damaged_line_is_left_out_and_counted(copy: Path) -> None:
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 4, "objec\n')
-    with open_record([copy]) as record:
-        assert any("metrics.jsonl has 1 damaged lines" in line for line in record.warnings)
-        assert record.query("SELECT max(round) AS n FROM rounds") == [{"n": ROUNDS}]
+@pytest.mark.parametrize("name", [METRICS, EVENTS])
+def test_the_half_line_that_a_run_is_writing_is_left_out_without_a_word_and_a_damaged_one_is_counted(
+    copy: Path, name: str
+) -> None:
+    before, half = (copy / name).read_text(), '{"kind": "episode", "round": 4, "objec'
+    for end, warned in ((half, []), (half + "\n", [f"{copy / name} has 1 damaged lines"])):
+        (copy / name).write_text(before + end)
+        with open_record([copy]) as record:
+            assert [line.partition(",")[0] for line in record.warnings] == warned
+            assert record.query("SELECT count(*) AS n FROM rounds") == [{"n": ROUNDS}]
+            assert record.query("SELECT count(*) AS n FROM episodes") == [{"n": HOSTS * ROUNDS}]
 
 
 def everything(record: Record) -> str:
     return repr([record.query(f"SELECT * FROM {table.name} ORDER BY ALL") for table in TABLES] + record.warnings)
+
+
+def append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
 
 
 def test_a_record_that_follows_a_run_has_what_one_that_is_opened_has(copy: Path) -> None:
@@ -293,42 +289,38 @@ def test_a_record_that_follows_a_run_has_what_one_that_is_opened_has(copy: Path)
     for name in ("metrics.jsonl", "events.jsonl"):
         (copy / name).write_text("")
     with open_record([copy], follows=True) as following:
+
+        def is_as_if_opened() -> bool:
+            assert following.read_on()
+            with open_record([copy]) as opened:
+                return everything(following) == everything(opened)
+
         assert following.query("SELECT * FROM anomalies") == []
         for other in (copy / "config.toml", copy / RECORD / ".." / "config.toml"):
             with pytest.raises(QueryError, match="reads the record alone"):
                 following.query(f"SELECT * FROM read_text('{other}')")
-        rounds = whole["metrics.jsonl"].splitlines(keepends=True)
-        for number, line in enumerate(rounds, 1):
+        for number, line in enumerate(whole[METRICS].splitlines(keepends=True), 1):
             for part in parts.glob(f"*{number}*"):
                 shutil.copy(part, copy / RECORD)  # first as those of a round that has begun
-            assert following.read_on()
-            with open_record([copy]) as opened:
-                assert everything(following) == everything(opened), number
+            assert is_as_if_opened(), number
             if number == 2:
                 line = line.replace(b"{", b'{"new_metric": 0.5, ', 1)  # in the rounds of a later version
-            with (copy / "metrics.jsonl").open("ab") as file:
-                file.write(line[:-5])
+            append(copy / METRICS, line[:-5])
             assert following.read_on()
             assert len(following.query("SELECT * FROM rounds")) == number - 1, "half a line is none"
-            with (copy / "metrics.jsonl").open("ab") as file:
-                file.write(line[-5:])
+            append(copy / METRICS, line[-5:])
             events = [
                 text
-                for text in whole["events.jsonl"].splitlines(keepends=True)
+                for text in whole[EVENTS].splitlines(keepends=True)
                 if json.loads(text).get("round") == number or (number == 1 and b'"run_started"' in text)
             ]
-            with (copy / "events.jsonl").open("ab") as file:
-                file.write(b"".join(events))
-            assert following.read_on()
-            with open_record([copy]) as opened:
-                assert everything(following) == everything(opened), number
+            append(copy / EVENTS, b"".join(events))
+            assert is_as_if_opened(), number
         for name in (COMPARISON, "summary.json"):
             (copy / name).write_bytes(whole[name])
-        assert following.read_on()
-        with open_record([copy]) as opened:
-            assert everything(following) == everything(opened)
-            assert len(opened.query("SELECT DISTINCT round FROM steps")) == len(rounds) == ROUNDS
-            assert opened.query("SELECT count(new_metric) AS n FROM updates") == [{"n": 1}]
+        assert is_as_if_opened()
+        assert len(following.query("SELECT DISTINCT round FROM steps")) == number == ROUNDS
+        assert following.query("SELECT count(new_metric) AS n FROM updates") == [{"n": 1}]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
@@ -349,44 +341,36 @@ def test_a_record_does_not_follow_a_run_that_was_cut_or_is_damaged(copy: Path, n
         assert not following.read_on(), "a part may be restored"
 
 
-def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
-    (copy / COMPARISON).unlink()
+def test_evaluations_in_the_directory_become_rows(copy: Path) -> None:
     hosts = {"objective": [60.0, 62.0], "committed": [61.0, 63.0], "test": [59.0, 60.0], "growth": [1.1, 1.2]}
     means = {"name": "trained", "objective": 61.0, "committed": 62.0, "test": 59.5, "growth": 1.15, "hosts": hosts}
-    (copy / "evaluation.json").write_text(json.dumps({"task": "digits", "controllers": [means]}))
+    without = {"controllers": [means | {"hosts": None}]}
+    (copy / COMPARISON).write_text(json.dumps({"task": "digits", "controllers": [means]}))
     (copy / "other").mkdir()
-    (copy / "other" / "evaluation.json").write_text(json.dumps({"controllers": [means | {"hosts": None}]}))
+    (copy / "other" / "evaluation.json").write_text(json.dumps([without, without | {"task": "null"}]))
     (copy / "outside").symlink_to(copy / "other")
     with open_record([copy]) as record:
         rows = record.query("SELECT file, task, controller, host, objective, training_flops FROM evaluations")
-    assert [tuple(row.values()) for row in rows] == [
-        ("evaluation.json", "digits", "trained", None, 61.0, None),
-        ("evaluation.json", "digits", "trained", 0, 60.0, None),
-        ("evaluation.json", "digits", "trained", 1, 62.0, None),
-        ("other/evaluation.json", None, "trained", None, 61.0, None),
-    ]
-
-
-def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None:
-    (copy / COMPARISON).unlink()
-    reports = [
-        {"task": task, "controllers": [{"name": "trained", "objective": 61.0, "hosts": None}]} for task in ("a", "b")
-    ]
-    (copy / "evaluation.json").write_text(json.dumps(reports))
-    with open_record([copy]) as record:
         assert record.warnings == []
-        rows = record.query("SELECT task, controller, objective FROM evaluations ORDER BY task")
-    assert [tuple(row.values()) for row in rows] == [("a", "trained", 61.0), ("b", "trained", 61.0)]
+    assert [tuple(row.values()) for row in rows] == [
+        (COMPARISON, "digits", "trained", None, 61.0, None),
+        (COMPARISON, "digits", "trained", 0, 60.0, None),
+        (COMPARISON, "digits", "trained", 1, 62.0, None),
+        ("other/evaluation.json", None, "trained", None, 61.0, None),
+        ("other/evaluation.json", "null", "trained", None, 61.0, None),
+    ]
 
 
-@pytest.mark.parametrize("document", [5, {}, {"controllers": [None]}, {"controllers": [{"name": "x", "hosts": 1}]}])
+@pytest.mark.parametrize(
+    "document",
+    [5, {}, *({"controllers": wrong} for wrong in (None, [None], [{}], [{"name": "x", "hosts": 1}], {"name": "x"}))],
+)
 def test_an_evaluation_that_makes_no_sense_is_named(copy: Path, document: object) -> None:
-    (copy / COMPARISON).unlink()
-    (copy / "evaluation.json").write_text(json.dumps(document))
+    (copy / COMPARISON).write_text(json.dumps(document))
     with open_record([copy]) as record:
         assert record.query("SELECT * FROM evaluations") == []
         (warning,) = record.warnings
-    assert "evaluation.json is damaged" in warning
+    assert f"{COMPARISON} is damaged" in warning
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
@@ -433,14 +417,8 @@ def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(copy: Pat
     require_same_rows(path, run)
 
 
-@pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("metrics.jsonl", '{"round": 1, "ops": "x"}'),
-        ("metrics.jsonl", '{"round": 1, "seconds": [1]}'),
-    ],
-)
-def test_a_record_whose_values_are_of_other_types_is_refused_in_a_sentence(copy: Path, file: str, line: str) -> None:
-    (copy / file).write_text(line + "\n")
+@pytest.mark.parametrize("line", ['{"round": 1, "ops": "x"}', '{"round": 1, "seconds": [1]}'])
+def test_a_record_whose_values_are_of_other_types_is_refused_in_a_sentence(copy: Path, line: str) -> None:
+    (copy / METRICS).write_text(line + "\n")
     with pytest.raises(RunDirectoryError, match=r"cannot be read .* one of its files is damaged"), open_record([copy]):
         pass

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from esper.telemetry.report.payloads import PAYLOADS, POINTS, payload, rounds_of, segments
+from esper.telemetry.report.payloads import PAYLOADS, POINTS, payload, rounds_of, segments, waterfall
 from toy_record import ToyRecord, full_record
 
 
@@ -80,11 +80,10 @@ def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tm
     assert (found["task"], found["sources"]) == ("digits", [source])
 
 
-@pytest.mark.parametrize("controllers", [None, [None], [{}], [{"name": ["x"]}], {"name": "x"}])
-def test_an_evaluation_that_makes_no_sense_has_no_verdict(tmp_path, record, controllers):
+def test_an_evaluation_that_makes_no_sense_has_no_verdict(tmp_path, record):
     record.database.execute("update runs set path = ?", [str(tmp_path)])
     record.database.execute("update evaluations set file = 'evaluation.json'")
-    (tmp_path / "evaluation.json").write_text(json.dumps({"verdict": "trained is better.", "controllers": controllers}))
+    (tmp_path / "evaluation.json").write_text('{"verdict": "trained is better.", "controllers": [null]}')
     (found,) = payload(record, "evaluation")
     assert len(found["rows"]) == 2
     assert found["sources"][0]["verdict"] is None
@@ -107,9 +106,11 @@ def test_controllers_that_are_equal_are_in_the_order_of_their_names(tmp_path):
     names = list("edbgafc")
     record = ToyRecord()
     record.add_run(path=str(tmp_path))
-    for name in names:
-        row = {"file": "evaluation.json", "task": "digits", "controller": name, "objective": 1.0}
-        record.add("evaluations", *({**row, "host": host} for host in range(300)))
+    record.database.execute(
+        "insert into evaluations by name select 'a' as run, 'evaluation.json' as file, 'digits' as task, controller, "
+        "1.0 as objective, host from (select unnest(?) as controller), range(300) hosts(host)",
+        [names],
+    )
     (found,) = payload(record, "evaluation")
     assert [row["controller"] for row in found["rows"]] == sorted(names)
 
@@ -192,3 +193,30 @@ def test_a_report_does_not_tell_the_home_folder_of_a_run(record, monkeypatch, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     record.database.execute("update runs set path = ?", (str(tmp_path / "runs" / "a"),))
     assert payload(record, "runs")[0]["path"] == "~/runs/a"
+
+
+NONE, A, B, AB = frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")
+
+
+def test_with_all_subsets_the_parts_are_seeds_alone_and_what_pairs_add():
+    # host 30; a alone 40, b alone 35, together 55: the pair adds 55 - 40 - 35 + 30 = 10
+    found = waterfall({NONE: 30.0, A: 40.0, B: 35.0, AB: 55.0})
+    assert found["method"] == "subsets"
+    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["a"], 10.0), (["b"], 5.0), (["a", "b"], 10.0)]
+    assert (found["base"], found["rest"], found["total"]) == (30.0, 0.0, 55.0)
+    assert found["shapley"] == {"a": 15.0, "b": 10.0}  # each alone, and half of the pair
+
+
+def test_without_all_subsets_each_seed_is_what_is_lost_without_it_and_the_rest_is_interaction():
+    three = frozenset("abc")
+    found = waterfall({NONE: 30.0, three: 60.0, three - A: 50.0, three - B: 55.0})
+    assert found["method"] == "leave one out"
+    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["a"], 10.0), (["b"], 5.0)]
+    assert (found["rest"], found["shapley"]) == (15.0, None)
+
+
+def test_shapley_values_of_three_seeds_belong_to_their_names():
+    # a and b are worth 6 together only, and c is worth 4 alone
+    worth = {frozenset(s): 6.0 * ("a" in s and "b" in s) + 4.0 * ("c" in s) for s in
+             ("", "a", "b", "c", "ab", "ac", "bc", "abc")}  # fmt: skip
+    assert waterfall(worth)["shapley"] == pytest.approx({"a": 3.0, "b": 3.0, "c": 4.0})

@@ -74,7 +74,6 @@ def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
         (["."], "is not a run directory"),
         (["{run}", "--num-envs", "1"], "expected at least 2, or 0"),
         (["{run}", "--out", "{tmp}/missing/x.html"], "cannot be written"),
-        (["{run}", "--out", "{tmp}"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_to_do(run, tmp_path, capsys, arguments, words, monkeypatch):

@@ -11,25 +11,27 @@ def payloads(record):
     return payloads_of(record, lambda done, total, name: None)
 
 
-def test_a_run_is_drawn_as_png_and_svg(tmp_path):
-    written = write_figures(payloads(full_record()), tmp_path / "new")
+@pytest.fixture(scope="module")
+def found():
+    """The payloads of a full record, not to be changed."""
+    return payloads(full_record())
+
+
+def drawn(found, **curves):
+    """The picture of its run, with other curves."""
+    (run,) = found["runs"]
+    return picture(run, found["curves"]["a"] | curves, *(found[name]["a"] for name in ("behaviour", "hosts")))
+
+
+def test_a_run_is_drawn_as_png_and_svg(found, tmp_path):
+    written = write_figures(found, tmp_path / "new")
     assert [path.name for path in written] == ["run.png", "run.svg"]
     assert written[0].read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in written[1].read_text()
 
 
-def test_the_lanes_are_filled_to_alpha():
-    found = payloads(full_record())
-    (run,) = found["runs"]
-    figure = picture(run, *(found[name]["a"] for name in ("curves", "behaviour", "hosts")))
-    heights = sorted({round(-patch.get_height(), 3) for patch in figure.axes[-1].patches if patch.get_height() <= 0})
-    assert heights == pytest.approx([0.0, 0.39, 0.78])  # alpha 0, 0.5 and 1 of a lane of 0.78
-
-
-def test_the_network_that_is_kept_is_drawn_as_on_the_page():
-    found = payloads(full_record())
-    (run,) = found["runs"]
-    figure = picture(run, *(found[name]["a"] for name in ("curves", "behaviour", "hosts")))
+def test_the_picture_has_the_lines_and_words_of_the_page_and_lanes_that_are_filled_to_alpha(found):
+    figure = drawn(found)
     (accuracy,) = (axes for axes in figure.axes if axes.get_title(loc="left") == "Accuracy")
     kept, live = accuracy.get_lines()
     assert [(line.get_color(), line.get_linestyle()) for line in (kept, live)] == [(BLUE, "-"), (RED, ":")]
@@ -37,31 +39,19 @@ def test_the_network_that_is_kept_is_drawn_as_on_the_page():
     others = [axes for axes in figure.axes if axes.get_title(loc="left") in ("100·J", "Growth")]
     assert [line.get_color() for axes in others for line in axes.get_lines()] == [BLUE, BLUE]
     assert all(any("line: mean, band: quartiles" in text.get_text() for text in axes.texts) for axes in others)
-
-
-def test_no_text_leaves_the_picture():
-    found = payloads(full_record())
-    (run,) = found["runs"]
-    curves = found["curves"]["a"] | {"growth": [9.0] * 2, "growth_low": [1.0] * 2, "growth_high": [2.0] * 2}
-    figure = picture(run, curves, *(found[name]["a"] for name in ("behaviour", "hosts")))
-    figure.canvas.draw()
-    width = figure.bbox.width
-    notes = [text for axes in figure.axes for text in axes.texts if text.get_transform() == axes.transAxes]
-    assert notes
-    for note in notes:
-        box = note.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= width
+    heights = sorted({round(-patch.get_height(), 3) for patch in figure.axes[-1].patches if patch.get_height() <= 0})
+    assert heights == pytest.approx([0.0, 0.39, 0.78])  # alpha 0, 0.5 and 1 of a lane of 0.78
 
 
 @pytest.mark.parametrize(("mean", "is_said"), [(1.5, False), (9.0, True)])
-def test_a_mean_outside_the_quartiles_is_explained(mean, is_said):
-    found = payloads(full_record())
-    (run,) = found["runs"]
-    curves = found["curves"]["a"] | {"growth": [mean] * 2, "growth_low": [1.0] * 2, "growth_high": [2.0] * 2}
-    figure = picture(run, curves, *(found[name]["a"] for name in ("behaviour", "hosts")))
-    said = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert any("few hosts move the mean out" in text for text in said) == is_said
+def test_a_mean_outside_the_quartiles_is_explained_and_no_text_leaves_the_picture(found, mean, is_said):
+    figure = drawn(found, growth=[mean] * 2, growth_low=[1.0] * 2, growth_high=[2.0] * 2)
+    figure.canvas.draw()
+    notes = [text for axes in figure.axes for text in axes.texts if text.get_transform() == axes.transAxes]
+    assert any("few hosts move the mean out" in note.get_text() for note in notes) == is_said
+    for note in notes:
+        box = note.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
 
 
 def test_a_run_without_complete_rounds_has_no_picture(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,6 @@ from mcp import Client
 from esper.telemetry.serve.assistants import CHARACTERS, server_of
 from esper.telemetry.serve.runs import Runs
 from served_runs import write_run
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("assistants")
-    write_run(path / "a", finished=True)
-    write_run(path / "b", rounds=0)
-    return path
-
-
-@pytest.fixture
-def runs(written: Path, tmp_path: Path) -> Iterator[Runs]:
-    with Runs(Path(shutil.copytree(written, tmp_path / "runs"))) as runs:
-        yield runs
 
 
 def session(runs: Runs, *calls: tuple[str, dict[str, Any]], seconds: float = 20.0) -> list[tuple[bool, str]]:
@@ -64,11 +49,12 @@ def test_the_tools_say_that_they_only_read(runs):
 
 
 def test_the_list_has_the_state_the_rounds_and_j_of_each_run(runs):
-    a, b = sorted(asked(runs, "list_runs")["runs"], key=lambda row: row["run"])
+    write_run(runs.root / "new", rounds=0)
+    a, _, new = sorted(asked(runs, "list_runs")["runs"], key=lambda row: row["run"])
     assert a == {"run": "a", "task": "digits", "reward": "objective", "seed": 0, "round": 2, "rounds": 4,
                  "objective": 20.0, "best": 20.0, "state": "finished"}  # fmt: skip
-    assert (b["round"], b["objective"]) == (None, None)
-    assert b["state"].startswith("not finished, last written")
+    assert (new["round"], new["objective"]) == (None, None)
+    assert new["state"].startswith("not finished, last written")
 
 
 def test_a_run_at_a_glance_has_its_curve_and_its_last_round(runs):
@@ -81,8 +67,9 @@ def test_a_run_at_a_glance_has_its_curve_and_its_last_round(runs):
 
 
 def test_a_run_without_a_round_says_so(runs):
-    assert asked(runs, "overview", run="b")["last_round"] == "no round is complete yet"
-    assert "no round is complete yet" in asked(runs, "host", run="b")["host"]
+    write_run(runs.root / "new", rounds=0)
+    assert asked(runs, "overview", run="new")["last_round"] == "no round is complete yet"
+    assert "no round is complete yet" in asked(runs, "host", run="new")["host"]
 
 
 def test_a_curve_has_at_most_twenty_points(runs):
@@ -108,10 +95,12 @@ def test_wrong_arguments_and_wrong_queries_are_one_sentence(runs):
 
 
 def test_a_query_names_its_columns_and_what_it_leaves_out(runs):
-    found = asked(runs, "query", runs=["a", "b"], sql="select run, host from episodes order by all", rows=1)
-    assert found["columns"] == ["run", "host"]
-    assert found["rows"] == [["a", 0]]
-    assert found["left_out"].startswith("5 more rows")
+    sql = "select run, host, objective from episodes order by all"
+    assert asked(runs, "query", runs=["a", "b"], sql=sql, rows=1) == {
+        "columns": ["run", "host", "objective"],
+        "rows": [["a", 0, 10.0]],
+        "left_out": "8 more rows; aggregate, or order and limit them",  # of 2 and 1 rounds of 3 hosts
+    }
 
 
 @pytest.mark.parametrize(
@@ -152,17 +141,9 @@ def _wrong_types(run: Path) -> None:
     (run / "config.toml").write_text('task = 3\nreward = "x"\n')
 
 
-def _old_format(run: Path) -> None:
-    (run / "about.json").write_text('{"format": 1, "version": "0.0.1"}')
-
-
-def _removed(run: Path) -> None:
-    shutil.rmtree(run)
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(_wrong_types, "cannot be read"), (_old_format, "was written in format 1"), (_removed, "there is no run 'a'")],
+    [(_wrong_types, "cannot be read"), (shutil.rmtree, "there is no run 'a'")],
 )
 def test_a_run_that_cannot_be_read_is_a_sentence_and_the_others_are_listed(runs, damage, words):
     damage(runs.root / "a")
@@ -174,8 +155,9 @@ def test_a_run_that_cannot_be_read_is_a_sentence_and_the_others_are_listed(runs,
 
 def test_what_is_damaged_in_a_run_is_noted(runs):
     (runs.root / "a" / "summary.json").write_text("{")
-    for tool in ("overview", "tables", "host"):
-        (note,) = asked(runs, tool, run="a")["notes"]
+    answers = [asked(runs, tool, run="a") for tool in ("overview", "tables", "host")]
+    for found in [*answers, asked(runs, "query", runs=["a"], sql="select 1")]:
+        (note,) = found["notes"]
         assert "summary.json is damaged" in note
 
 
@@ -183,11 +165,6 @@ def test_a_run_in_a_nested_folder_has_its_path_as_name_also_in_queries(runs):
     shutil.copytree(runs.root / "a", runs.root / "sweep/a")
     assert {row["run"] for row in asked(runs, "list_runs")["runs"]} == {"a", "b", "sweep/a"}
     assert asked(runs, "query", runs=["sweep/a"], sql="select distinct run from rounds")["rows"] == [["sweep/a"]]
-
-
-def test_an_empty_folder_says_how_a_run_is_started(tmp_path):
-    (note,) = asked(Runs(tmp_path), "list_runs")["notes"]
-    assert "holds no run yet" in note
 
 
 def test_an_answer_that_would_be_too_long_is_refused(runs):

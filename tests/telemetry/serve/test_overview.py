@@ -24,9 +24,16 @@ def read(row: Row) -> dict[str, object]:
     return row.shown
 
 
+def test_a_run_that_is_finished_has_its_settings_and_its_last_round(tmp_path):
+    shown = read(Row("b", write_run(tmp_path / "b", rounds=1, finished=True)))
+    found = [shown[name] for name in ("objective", "objective_std", "round", "rounds", "finished", "reward")]
+    assert found == [10.0, 1.0, 1, 4, True, "objective"]
+
+
 def test_a_new_round_is_read_without_those_before(run, monkeypatch):
     row = Row("a", run)
     assert (read(row)["curve"], row.shown["seconds"], row.shown["best"]) == ([10.0, 20.0], 4.0, 20.0)
+    assert not row.shown["finished"]
     added = []
     add = Row._add
     monkeypatch.setattr(Row, "_add", lambda self, line: (added.append(json.loads(line)["round"]), add(self, line)))

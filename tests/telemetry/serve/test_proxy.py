@@ -1,7 +1,6 @@
-"""Below the path of a proxy, or of an application in which this one is mounted; and in frames."""
+"""Below the path of a proxy, or of an application in which this one is mounted."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,10 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from esper.cli import main
-from esper.telemetry.serve.app import FRAMED, HEADERS, application
+from esper.telemetry.serve.app import application
 from esper.telemetry.serve.runs import Runs
-from served_runs import write_run
 
 LOCAL = "http://127.0.0.1:8080"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("runs")
-    write_run(folder / "a")
-    with Runs(folder) as runs:
-        yield runs
 
 
 KINDS = ["keeps the path", "removes the path", "mounted", "root_path of the server", "mounted and with a path"]
@@ -78,18 +68,6 @@ def test_links_are_relative_so_the_path_gets_its_slash(runs):
     answer = client.get("/esper", params={"token": "open"})
     assert (answer.status_code, answer.headers["location"]) == (307, "/esper/?token=open")
     assert client.get("/esperanto").status_code == 404
-
-
-@pytest.mark.parametrize("path", ["/", "/api/overview", "/nowhere"])
-def test_frames_are_forbidden_unless_they_were_asked_for(runs, path):
-    refused = TestClient(application(runs), LOCAL).get(path).headers
-    assert refused["x-frame-options"] == "DENY"
-    assert "frame-ancestors 'none'" in refused["content-security-policy"]
-    allowed = TestClient(application(runs, frames=True), LOCAL).get(path).headers
-    assert "x-frame-options" not in allowed
-    assert "frame-ancestors" not in allowed["content-security-policy"]
-    assert HEADERS["Content-Security-Policy"].startswith(FRAMED["Content-Security-Policy"])
-    assert all(allowed[name] == value for name, value in FRAMED.items())
 
 
 @pytest.mark.parametrize("path", ["esper", "/a b", "/a//b", "/a?b", "/a/#", "http://x/"])

@@ -1,7 +1,6 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,6 @@ from esper.telemetry.record.reader import Record
 from esper.telemetry.serve.runs import LIVE, OPEN, Runs, UnknownRunError, host, version_of
 from served_runs import add_round, write_run
 from toy_record import full_record
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("written")
-    write_run(path / "a", finished=True)
-    write_run(path / "b", rounds=1)
-    return path
-
-
-@pytest.fixture
-def folder(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "runs"))
-
-
-@pytest.fixture
-def runs(folder: Path) -> Iterator[Runs]:
-    with Runs(folder) as runs:
-        yield runs
 
 
 def answer(runs: Runs, name: str, *names: str, **place: int) -> object:
@@ -95,25 +75,6 @@ def test_the_search_for_runs_is_bounded_and_says_so(folder, monkeypatch):
     overview = Runs(folder).overview()
     assert [row["run"] for row in overview["runs"]] == ["a", "b"]
     assert "more than 3 folders, not all of which were searched" in overview["notes"][0]
-
-
-def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, runs):
-    secret = tmp_path_factory.mktemp("outside") / "secret.json"
-    secret.write_text('{"password": "x"}')
-    (folder / "b" / "summary.json").symlink_to(secret)
-    (shown,) = answer(runs, "runs", "b")
-    assert shown["summary"] == {}
-    warnings = answer(runs, "anomalies", "b")["warnings"]
-    assert any("summary.json is not a regular file" in text for text in warnings)
-
-
-def test_the_overview_has_a_row_for_each_run(folder):
-    rows = {row["run"]: row for row in Runs(folder).overview()["runs"]}
-    assert (rows["a"]["objective"], rows["a"]["objective_std"], rows["a"]["best"]) == (20.0, 1.0, 20.0)
-    assert rows["a"]["curve"] == [10.0, 20.0]
-    assert (rows["a"]["round"], rows["a"]["rounds"], rows["a"]["finished"]) == (2, 4, True)
-    assert (rows["b"]["round"], rows["b"]["finished"], rows["b"]["reward"]) == (1, False, "objective")
-    assert rows["a"]["seconds"] == 4.0
 
 
 def test_the_version_changes_with_each_round_part_and_summary(folder):

@@ -32,7 +32,6 @@ from esper.leyline.settings import first_problem
 from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.schema import (
     ANOMALIES,
-    COALITIONS,
     DECISIONS,
     EPISODES,
     EVALUATIONS,
@@ -40,7 +39,6 @@ from esper.telemetry.record.schema import (
     REWARDS,
     ROUNDS,
     RUNS,
-    SLOTS,
     STEPS,
     STORED,
     TABLES,
@@ -290,14 +288,7 @@ def _explained(error: duckdb.Error) -> str:
 
 @final
 class _RunTables:
-    """Makes the schema of one run.
-
-    Args:
-        path: the run directory. schema: name of the schema. database: connection.
-
-    Attributes:
-        warnings: a sentence for whatever cannot be read.
-    """
+    """Makes the schema of one run; `warnings` has a sentence for whatever cannot be read."""
 
     def __init__(self, path: Path, schema: str, database: duckdb.DuckDBPyConnection) -> None:
         self.path, self.schema = path, schema
@@ -346,9 +337,9 @@ class _RunTables:
         self._say_faults()
         columns = {kind: self._part_view(kind) for kind in STORED}
         self._step_views(columns["steps"])
-        self._view(SLOTS, "part_slots")
-        self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.seeds AS {_SEEDS.format(schema=self.schema)}")
-        self._view(COALITIONS, "part_coalitions", members=_MEMBERS)
+        self._view("slots", f"SELECT * FROM {self.schema}.part_slots")
+        self._view("seeds", _SEEDS.format(schema=self.schema))
+        self._view("coalitions", f"SELECT * REPLACE ({_MEMBERS} AS members) FROM {self.schema}.part_coalitions")
 
     def _add_rounds(self, lines: Sequence[Line]) -> None:
         """Rows of rounds and updates; the latter get a column for each metric that is new."""
@@ -429,38 +420,28 @@ class _RunTables:
         if files:
             source = f" FROM read_parquet([{', '.join(map(quoted, files))}])"
             found = [row[0] for row in self._database.execute(f"DESCRIBE SELECT *{source}").fetchall()]
-        known = [name for name in found if name in types or name.startswith((TERM, FLAG))]
-        missing = [f"NULL::{type} AS {identifier(name)}" for name, type in types.items() if name not in known]
-        select = ", ".join([*map(identifier, known), *missing])
-        self._database.execute(
-            f"CREATE OR REPLACE VIEW {self.schema}.part_{kind} AS SELECT {select}{source or ' WHERE false'}"
-        )
-        return [*types, *(name for name in known if name not in types)]
+        own = [name for name in found if name.startswith((TERM, FLAG))]
+        values = {name: identifier(name) if name in found else f"NULL::{type}" for name, type in types.items()}
+        select = ", ".join([*(f"{value} AS {identifier(n)}" for n, value in values.items()), *map(identifier, own)])
+        self._view(f"part_{kind}", f"SELECT {select}{source or ' WHERE false'}")
+        return [*types, *own]
 
-    def _view(self, table: Table, source: str, where: str = "", **expressions: str) -> None:
-        columns = (
-            f"{expressions[name]} AS {identifier(name)}" if name in expressions else identifier(name)
-            for name in table.types
-        )
-        text = f"SELECT {', '.join(columns)} FROM {self.schema}.{source}{where and f' WHERE {where}'}"
-        self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.{table.name} AS {text}")
+    def _view(self, name: str, select: str) -> None:
+        self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.{name} AS {select}")
 
     def _step_views(self, columns: Sequence[str]) -> None:
         """steps, decisions and rewards."""
-        flags = "".join(f", {identifier(name)}" for name in columns if name.startswith(FLAG))
-        names = ", ".join(identifier(name) for name in STEPS.types)
-        schema = self.schema
-        self._database.execute(
-            f"CREATE OR REPLACE VIEW {schema}.steps AS SELECT {names}{flags} FROM {schema}.part_steps"
-        )
-        self._view(DECISIONS, "part_steps", where="op IS NOT NULL")
+        parts = f"FROM {self.schema}.part_steps"
+        flags = (name for name in columns if name.startswith(FLAG))
+        self._view("steps", f"SELECT {', '.join(map(identifier, (*STEPS.types, *flags)))} {parts}")
+        self._view("decisions", f"SELECT {', '.join(map(identifier, DECISIONS.types))} {parts} WHERE op IS NOT NULL")
         terms = [
             f"SELECT round, t, host, {quoted(name.removeprefix(TERM))} AS term, {identifier(name)} AS value "
-            f"FROM {schema}.part_steps WHERE {identifier(name)} IS NOT NULL"
+            f"{parts} WHERE {identifier(name)} IS NOT NULL"
             for name in columns
             if name.startswith(TERM)
         ] or [f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in REWARDS.types.items())} WHERE false"]
-        self._database.execute(f"CREATE OR REPLACE VIEW {schema}.rewards AS {' UNION ALL '.join(terms)}")
+        self._view("rewards", " UNION ALL ".join(terms))
 
     def _run_row(self) -> Row:
         started = self._started

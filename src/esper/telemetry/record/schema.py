@@ -11,12 +11,12 @@ from esper.leyline.lifecycle import OP_NAMES
 
 
 class Column(NamedTuple):
-    """One column: its DuckDB type, unit ("" for none) and meaning."""
+    """One column: its DuckDB type, meaning, and unit ("" for none)."""
 
     name: str
     type: str
-    unit: str
     meaning: str
+    unit: str = ""
 
 
 class Table(NamedTuple):
@@ -33,11 +33,11 @@ class Table(NamedTuple):
         return {column.name: column.type for column in self.columns}
 
 
-_ROUND = Column("round", "INTEGER", "", "round, from 1")
-_T = Column("t", "INTEGER", "", "control step (epoch of the hosts), from 1")
-_HOST = Column("host", "INTEGER", "", "global number of the host, from 0")
+_ROUND = Column("round", "INTEGER", "round, from 1")
+_T = Column("t", "INTEGER", "control step (epoch of the hosts), from 1")
+_HOST = Column("host", "INTEGER", "global number of the host, from 0")
 _PLACE = (_ROUND, _T, _HOST)
-_SLOT = Column("slot", "VARCHAR", "", "slot, e.g. r0c0")
+_SLOT = Column("slot", "VARCHAR", "slot, e.g. r0c0")
 
 TERM, FLAG = "term_", "flag_"
 """Prefixes of the stored columns of reward terms and reward flags, whose names depend on the reward."""
@@ -47,20 +47,19 @@ STEPS = Table(
     "What was measured of each host in each step, before the operation of the step.",
     (
         *_PLACE,
-        Column("val_acc", "FLOAT", "points", "validation accuracy with all active seeds"),
-        Column("val_loss", "FLOAT", "", "validation loss with all active seeds"),
-        Column("train_acc", "FLOAT", "points", "accuracy on the training examples during the epoch"),
-        Column("train_loss", "FLOAT", "", "loss on the training examples during the epoch"),
-        Column("committed_acc", "FLOAT", "points", "validation accuracy with the fossilized seeds alone"),
-        Column("growth", "FLOAT", "", "(host + fossilized parameters) / host parameters of that network"),
-        Column("total_params", "BIGINT", "", "parameters of the host and all its seeds after the step"),
+        Column("val_acc", "FLOAT", "validation accuracy with all active seeds", "points"),
+        Column("val_loss", "FLOAT", "validation loss with all active seeds"),
+        Column("train_acc", "FLOAT", "accuracy on the training examples during the epoch", "points"),
+        Column("train_loss", "FLOAT", "loss on the training examples during the epoch"),
+        Column("committed_acc", "FLOAT", "validation accuracy with the fossilized seeds alone", "points"),
+        Column("growth", "FLOAT", "(host + fossilized parameters) / host parameters of that network"),
+        Column("total_params", "BIGINT", "parameters of the host and all its seeds after the step"),
         Column(
             "reward",
             "FLOAT",
-            "",
             "reward of the step, none for a stopped host; a later rollback replaces it in training, not here",
         ),
-        Column("rollback", "VARCHAR", "", "why the host was rolled back in this step; such a step has no decision"),
+        Column("rollback", "VARCHAR", "why the host was rolled back in this step; such a step has no decision"),
     ),
     stored=True,
 )
@@ -71,24 +70,23 @@ DECISIONS = Table(
     "NULL.",
     (
         *_PLACE,
-        Column("op", "VARCHAR", "", f"operation: {', '.join(OP_NAMES)}"),
+        Column("op", "VARCHAR", f"operation: {', '.join(OP_NAMES)}"),
         _SLOT,
-        Column("blueprint", "VARCHAR", "", "what grows"),
-        Column("style", "VARCHAR", "", "how it enters the host, and the curve of its first ramp"),
-        Column("tempo", "VARCHAR", "", "length of its first ramp"),
-        Column("alpha_target", "VARCHAR", "", "blend weight that the ramp ends at"),
-        Column("alpha_speed", "VARCHAR", "", "length of the ramp"),
-        Column("alpha_curve", "VARCHAR", "", "curve of the ramp"),
-        Column("success", "BOOLEAN", "", "whether the operation took effect"),
-        *(Column(f"p_{op.lower()}", "FLOAT", "", f"probability of {op} under the policy") for op in OP_NAMES),
+        Column("blueprint", "VARCHAR", "what grows"),
+        Column("style", "VARCHAR", "how it enters the host, and the curve of its first ramp"),
+        Column("tempo", "VARCHAR", "length of its first ramp"),
+        Column("alpha_target", "VARCHAR", "blend weight that the ramp ends at"),
+        Column("alpha_speed", "VARCHAR", "length of the ramp"),
+        Column("alpha_curve", "VARCHAR", "curve of the ramp"),
+        Column("success", "BOOLEAN", "whether the operation took effect"),
+        *(Column(f"p_{op.lower()}", "FLOAT", f"probability of {op} under the policy") for op in OP_NAMES),
         Column(
             "constrained",
             "VARCHAR",
-            "",
-            "heads whose mask left out values of the operation, with + between them; '' "
-            "for none, NULL for controllers that draw no operation",
+            "heads whose mask left out values of the operation, with + between them; '' for none, NULL for controllers "
+            "that draw no operation",
         ),
-        Column("value", "FLOAT", "scaled return", "the critic's value of the state before the operation"),
+        Column("value", "FLOAT", "the critic's value of the state before the operation", "scaled return"),
     ),
     stored=True,
 )
@@ -99,12 +97,12 @@ SLOTS = Table(
     (
         *_PLACE,
         _SLOT,
-        Column("serial", "INTEGER", "", "number of the seed among those of its host"),
-        Column("stage", "VARCHAR", "", "stage of the seed"),
-        Column("blueprint", "VARCHAR", "", "blueprint of the seed"),
-        Column("alpha", "FLOAT", "", "blend weight"),
-        Column("contribution", "FLOAT", "points", "accuracy with the seed minus accuracy without it"),
-        Column("params", "BIGINT", "", "parameters of the seed"),
+        Column("serial", "INTEGER", "number of the seed among those of its host"),
+        Column("stage", "VARCHAR", "stage of the seed"),
+        Column("blueprint", "VARCHAR", "blueprint of the seed"),
+        Column("alpha", "FLOAT", "blend weight"),
+        Column("contribution", "FLOAT", "accuracy with the seed minus accuracy without it", "points"),
+        Column("params", "BIGINT", "parameters of the seed"),
     ),
     stored=True,
 )
@@ -114,8 +112,8 @@ COALITIONS = Table(
     "Each set of seeds that was measured.",
     (
         *_PLACE,
-        Column("members", "VARCHAR[]", "", "slots whose seeds were on"),
-        Column("accuracy", "FLOAT", "points", "validation accuracy with these seeds"),
+        Column("members", "VARCHAR[]", "slots whose seeds were on"),
+        Column("accuracy", "FLOAT", "validation accuracy with these seeds", "points"),
     ),
     stored=True,
 )
@@ -123,7 +121,7 @@ COALITIONS = Table(
 REWARDS = Table(
     "rewards",
     "The terms of each reward.",
-    (*_PLACE, Column("term", "VARCHAR", "", "name of the term"), Column("value", "FLOAT", "", "weighted value")),
+    (*_PLACE, Column("term", "VARCHAR", "name of the term"), Column("value", "FLOAT", "weighted value")),
 )
 
 SEEDS = Table(
@@ -133,15 +131,15 @@ SEEDS = Table(
         _ROUND,
         _HOST,
         _SLOT,
-        Column("serial", "INTEGER", "", "number of the seed among those of its host"),
-        Column("blueprint", "VARCHAR", "", "blueprint"),
-        Column("germinated_t", "INTEGER", "", "step in which it germinated"),
-        Column("fossilized_t", "INTEGER", "", "step in which it was fossilized"),
-        Column("pruned_t", "INTEGER", "", "step in which it was pruned, by an operation, a rule or a rollback"),
-        Column("last_stage", "VARCHAR", "", "its last stage"),
-        Column("last_alpha", "FLOAT", "", "its last blend weight"),
-        Column("params", "BIGINT", "", "parameters"),
-        Column("contribution", "FLOAT", "points", "its last measured contribution"),
+        Column("serial", "INTEGER", "number of the seed among those of its host"),
+        Column("blueprint", "VARCHAR", "blueprint"),
+        Column("germinated_t", "INTEGER", "step in which it germinated"),
+        Column("fossilized_t", "INTEGER", "step in which it was fossilized"),
+        Column("pruned_t", "INTEGER", "step in which it was pruned, by an operation, a rule or a rollback"),
+        Column("last_stage", "VARCHAR", "its last stage"),
+        Column("last_alpha", "FLOAT", "its last blend weight"),
+        Column("params", "BIGINT", "parameters"),
+        Column("contribution", "FLOAT", "its last measured contribution", "points"),
     ),
 )
 
@@ -149,24 +147,23 @@ SEEDS = Table(
 def _results(counts: str) -> tuple[Column, ...]:
     """Results of an episode, or means over those of a round; `counts` is the type of the counts."""
     return (
-        Column("objective", "DOUBLE", "points", "100·J of the network that is kept"),
-        Column("committed", "DOUBLE", "points", "validation accuracy of the network that is kept"),
-        Column("live", "DOUBLE", "points", "validation accuracy with all seeds in the last step"),
-        Column("growth", "DOUBLE", "", "(host + fossilized parameters) / host parameters"),
-        Column("shaped_return", "DOUBLE", "", "sum of the rewards"),
-        Column("germinated", counts, "", "seeds that germinated"),
-        Column("pruned", counts, "", "seeds that were pruned; one that fades out when it is gone"),
-        Column("fossilized", counts, "", "seeds that were fossilized"),
-        Column("contributing", counts, "", "fossilized seeds that improve the network"),
-        Column("refused", counts, "", "operations without effect"),
-        Column("rollbacks", "INTEGER", "", "rollbacks"),
+        Column("objective", "DOUBLE", "100·J of the network that is kept", "points"),
+        Column("committed", "DOUBLE", "validation accuracy of the network that is kept", "points"),
+        Column("live", "DOUBLE", "validation accuracy with all seeds in the last step", "points"),
+        Column("growth", "DOUBLE", "(host + fossilized parameters) / host parameters"),
+        Column("shaped_return", "DOUBLE", "sum of the rewards"),
+        Column("germinated", counts, "seeds that germinated"),
+        Column("pruned", counts, "seeds that were pruned; one that fades out when it is gone"),
+        Column("fossilized", counts, "seeds that were fossilized"),
+        Column("contributing", counts, "fossilized seeds that improve the network"),
+        Column("refused", counts, "operations without effect"),
+        Column("rollbacks", "INTEGER", "rollbacks"),
     )
 
 
 _FADES = {"PRUNE": "; a seed that fades out counts when it begins to"}
 _OPS = tuple(
-    Column(f"ops_{op.lower()}", "INTEGER", "", f"{op} operations that took effect{_FADES.get(op, '')}")
-    for op in OP_NAMES
+    Column(f"ops_{op.lower()}", "INTEGER", f"{op} operations that took effect{_FADES.get(op, '')}") for op in OP_NAMES
 )
 
 ROUNDS = Table(
@@ -174,15 +171,15 @@ ROUNDS = Table(
     "Each round: means over its hosts, and sums of rollbacks and operations.",
     (
         _ROUND,
-        Column("seconds", "DOUBLE", "s", "wall time of the steps"),
-        Column("update_seconds", "DOUBLE", "s", "wall time of the update"),
-        Column("env_steps", "INTEGER", "", "hosts x steps"),
-        Column("env_steps_per_s", "DOUBLE", "1/s", "hosts x steps per second of the whole round"),
-        Column("host_reads", "INTEGER", "", "reads of the device"),
+        Column("seconds", "DOUBLE", "wall time of the steps", "s"),
+        Column("update_seconds", "DOUBLE", "wall time of the update", "s"),
+        Column("env_steps", "INTEGER", "hosts x steps"),
+        Column("env_steps_per_s", "DOUBLE", "hosts x steps per second of the whole round", "1/s"),
+        Column("host_reads", "INTEGER", "reads of the device"),
         *_results("DOUBLE"),
-        Column("objective_std", "DOUBLE", "points", "standard deviation of 100·J over the hosts"),
-        Column("shapley", "DOUBLE", "points", "mean Shapley value of the seeds at the end"),
-        Column("memory_peak", "BIGINT", "bytes", "peak memory: of the GPU, else of the process"),
+        Column("objective_std", "DOUBLE", "standard deviation of 100·J over the hosts", "points"),
+        Column("shapley", "DOUBLE", "mean Shapley value of the seeds at the end", "points"),
+        Column("memory_peak", "BIGINT", "peak memory: of the GPU, else of the process", "bytes"),
         *_OPS,
     ),
 )
@@ -194,8 +191,8 @@ EPISODES = Table(
         _ROUND,
         _HOST,
         *_results("INTEGER"),
-        Column("params", "BIGINT", "", "parameters of the network that is kept"),
-        Column("instance", "JSON", "", "how the host differs from the others, if the task says so"),
+        Column("params", "BIGINT", "parameters of the network that is kept"),
+        Column("instance", "JSON", "how the host differs from the others, if the task says so"),
         *_OPS,
     ),
 )
@@ -206,27 +203,27 @@ RUNS = Table(
     "runs",
     "Each run.",
     (
-        Column("path", "VARCHAR", "", "the run directory"),
-        Column("task", "VARCHAR", "", "task"),
-        Column("data", "VARCHAR", "", "data set"),
-        Column("preset", "VARCHAR", "", "preset"),
-        Column("reward", "VARCHAR", "", "reward"),
-        Column("seed", "INTEGER", "", "seed of the run"),
-        Column("num_envs", "INTEGER", "", "hosts"),
-        Column("episode_length", "INTEGER", "", "steps of a round"),
-        Column("slots", "VARCHAR[]", "", "slots in action order"),
-        Column("blueprints", "VARCHAR[]", "", "blueprints by number"),
-        Column("reward_terms", "VARCHAR[]", "", "terms of the reward"),
-        Column("device", "VARCHAR", "", "device"),
-        Column("version", "VARCHAR", "", "version of esper"),
-        Column("commit", "VARCHAR", "", "commit of esper, where it is a git checkout"),
-        Column("started", "VARCHAR", "", "time of the start, ISO 8601, UTC"),
-        Column("finished", "BOOLEAN", "", "whether the run is complete"),
-        Column("rounds", "INTEGER", "", "complete rounds"),
-        Column("host_params", "BIGINT", "", "parameters of a host without seeds"),
-        Column("config", "JSON", "", "config.toml"),
-        Column("environment", "JSON", "", "machine and versions"),
-        Column("summary", "JSON", "", "summary.json"),
+        Column("path", "VARCHAR", "the run directory"),
+        Column("task", "VARCHAR", "task"),
+        Column("data", "VARCHAR", "data set"),
+        Column("preset", "VARCHAR", "preset"),
+        Column("reward", "VARCHAR", "reward"),
+        Column("seed", "INTEGER", "seed of the run"),
+        Column("num_envs", "INTEGER", "hosts"),
+        Column("episode_length", "INTEGER", "steps of a round"),
+        Column("slots", "VARCHAR[]", "slots in action order"),
+        Column("blueprints", "VARCHAR[]", "blueprints by number"),
+        Column("reward_terms", "VARCHAR[]", "terms of the reward"),
+        Column("device", "VARCHAR", "device"),
+        Column("version", "VARCHAR", "version of esper"),
+        Column("commit", "VARCHAR", "commit of esper, where it is a git checkout"),
+        Column("started", "VARCHAR", "time of the start, ISO 8601, UTC"),
+        Column("finished", "BOOLEAN", "whether the run is complete"),
+        Column("rounds", "INTEGER", "complete rounds"),
+        Column("host_params", "BIGINT", "parameters of a host without seeds"),
+        Column("config", "JSON", "config.toml"),
+        Column("environment", "JSON", "machine and versions"),
+        Column("summary", "JSON", "summary.json"),
     ),
 )
 
@@ -234,14 +231,12 @@ ANOMALIES = Table(
     "anomalies",
     "What looks wrong, with advice; found when the table is read.",
     (
-        _ROUND,
-        _T,
-        _HOST,
-        Column("kind", "VARCHAR", "", "kind of anomaly"),
-        Column("value", "DOUBLE", "", "what was found"),
-        Column("threshold", "DOUBLE", "", "limit that it crosses"),
-        Column("message", "VARCHAR", "", "what it means"),
-        Column("advice", "VARCHAR", "", "what to do"),
+        *_PLACE,
+        Column("kind", "VARCHAR", "kind of anomaly"),
+        Column("value", "DOUBLE", "what was found"),
+        Column("threshold", "DOUBLE", "limit that it crosses"),
+        Column("message", "VARCHAR", "what it means"),
+        Column("advice", "VARCHAR", "what to do"),
     ),
 )
 
@@ -250,15 +245,15 @@ EVALUATIONS = Table(
     "Results of `esper evaluate` in the run directory: evaluation*.json, and evaluation.json in a folder of `--out`. "
     "Where the best schedule is known, `esper train` writes one too, evaluation_after_training.json.",
     (
-        Column("file", "VARCHAR", "", "the file in the run directory"),
-        Column("task", "VARCHAR", "", "task of the hosts"),
-        Column("controller", "VARCHAR", "", "controller"),
-        Column("host", "INTEGER", "", "host, NULL for the means of all hosts"),
-        Column("objective", "DOUBLE", "points", "100·J"),
-        Column("committed", "DOUBLE", "points", "validation accuracy of the network that is kept"),
-        Column("test", "DOUBLE", "points", "its test accuracy"),
-        Column("growth", "DOUBLE", "", "(host + fossilized parameters) / host parameters"),
-        Column("training_flops", "DOUBLE", "", "floating point operations of the training"),
+        Column("file", "VARCHAR", "the file in the run directory"),
+        Column("task", "VARCHAR", "task of the hosts"),
+        Column("controller", "VARCHAR", "controller"),
+        Column("host", "INTEGER", "host, NULL for the means of all hosts"),
+        Column("objective", "DOUBLE", "100·J", "points"),
+        Column("committed", "DOUBLE", "validation accuracy of the network that is kept", "points"),
+        Column("test", "DOUBLE", "its test accuracy", "points"),
+        Column("growth", "DOUBLE", "(host + fossilized parameters) / host parameters"),
+        Column("training_flops", "DOUBLE", "floating point operations of the training"),
     ),
 )
 

@@ -15,7 +15,6 @@ of each candidate over its FLOPs.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +41,24 @@ CONTROLLERS = {"trained": RED, "portfolio": BLUE, "halving": GREEN, "random_sear
 _OTHERS = (ORANGE, VIOLET, SAND, INK)
 """Colours of other controllers, in turn."""
 FORMATS = ("png", "svg")
+_SAME_EVERYWHERE = {"font.family": "DejaVu Sans", "svg.hashsalt": "esper"}
+"""A font that comes with matplotlib, and names in SVG that are not drawn at random."""
 
 
 def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw the picture of each run that has a complete round, as PNG and SVG.
-
-    Args:
-        payloads: runs, curves, behaviour and hosts.
-        folder: receives run.png and run.svg, or NAME.png and NAME.svg for several runs; created if missing.
+    """Draw the picture of each run that has a complete round, from the payloads runs, curves, behaviour and hosts.
 
     Returns:
-        The files written.
+        The files in `folder`, which is created if missing: run.png and run.svg, or NAME.png and NAME.svg of each run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shown = [run for run in payloads["runs"] if payloads["curves"].get(run["run"])]
     written = []
-    with _same_everywhere():
+    with mpl.rc_context(_SAME_EVERYWHERE):
         for run in shown:
             figure = picture(run, *(payloads[name][run["run"]] for name in ("curves", "behaviour", "hosts")))
             written += _written(figure, folder / ("run" if len(payloads["runs"]) == 1 else run["run"]))
     return written
-
-
-def _same_everywhere() -> AbstractContextManager[None]:
-    """A font that comes with matplotlib, and names in SVG that are not drawn at random."""
-    return mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "esper"})
 
 
 def _written(figure: Figure, path: Path) -> list[Path]:
@@ -151,7 +143,7 @@ def write_equal_compute(report: Mapping[str, Any], path: Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.045, 0.0), ncols=6, frameon=False, fontsize=9,
                   labelcolor=INK)  # fmt: skip
-    with _same_everywhere():
+    with mpl.rc_context(_SAME_EVERYWHERE):
         _written(figure, path)
 
 
@@ -169,12 +161,6 @@ def label_axes(ax: Axes, title: str, note: str) -> None:
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
-
-
-def _banded(curves: Payload, name: str) -> list[tuple[float, ...]]:
-    """Mean and quartiles of the rounds in which they are known."""
-    columns = (curves[name], curves[f"{name}_low"], curves[f"{name}_high"])
-    return [row for row in zip(*columns, strict=True) if None not in row]
 
 
 def _line(
@@ -215,7 +201,8 @@ def _accuracy(ax: Axes, curves: Payload) -> None:
 
 
 def _growth(ax: Axes, curves: Payload) -> None:
-    outside = any(not low <= mean <= high for mean, low, high in _banded(curves, "growth"))
+    rows = zip(curves["growth"], curves["growth_low"], curves["growth_high"], strict=True)
+    outside = any(not low <= mean <= high for mean, low, high in rows if None not in (mean, low, high))
     note = "; few hosts move the mean out" * outside
     label_axes(ax, "Growth", f"parameters, host = 1; {BAND}{note}")
     _line(ax, curves, "growth", BLUE)

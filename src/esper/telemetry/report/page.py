@@ -35,12 +35,7 @@ def colors(scheme: str) -> dict[str, str]:
 
 
 def payloads_of(record: Record, on_section: Callable[[int, int, str], None]) -> dict[str, object]:
-    """All payloads, by name.
-
-    Args:
-        record: the opened record of one run or several.
-        on_section: called with the sections done, those in all, and the name of the next.
-    """
+    """All payloads, by name; `on_section` is called with the sections done, those in all, and the name of the next."""
     found: dict[str, object] = {}
     for number, name in enumerate(PAYLOADS):
         on_section(number, len(PAYLOADS), name)

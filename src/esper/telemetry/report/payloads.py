@@ -9,10 +9,11 @@ import json
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from itertools import combinations, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of, read_json
@@ -28,6 +29,7 @@ POINTS = 2000
 LONGEST_PHASE = 100
 """Most rounds at either end of a run over which decisions are counted, for the memory of the query."""
 Payload = dict[str, Any]
+T = TypeVar("T")
 
 
 class Rounds(NamedTuple):
@@ -63,6 +65,16 @@ def rounds_of(record: Record) -> dict[str, Rounds]:
     return {
         row["run"]: Rounds(row["last"], row["best"], max(-(-row["last"] // POINTS), 1), row["hosts"]) for row in rows
     }
+
+
+def of_each_run(section: Callable[[Record, str, Rounds], T]) -> Callable[[Record], dict[str, T]]:
+    """The section of all runs, by name, from that of one run with these rounds."""
+
+    @wraps(section)
+    def of_all(record: Record) -> dict[str, T]:
+        return {run: section(record, run, found) for run, found in rounds_of(record).items()}
+
+    return of_all
 
 
 def columns_of(rows: list[dict[str, Any]]) -> Payload:
@@ -101,8 +113,9 @@ select length as rounds, avg(objective) filter (round <= length) as first,
 from rounds, quarter where run = $1 group by length"""
 
 
-def curves(record: Record) -> dict[str, Payload]:
-    """Means and quartiles over the hosts for each round of each run, and what the rounds cost.
+@of_each_run
+def curves(record: Record, run: str, found: Rounds) -> Payload:
+    """Means and quartiles over the hosts for each round, and what the rounds cost.
 
     `seconds` pass from the start to the end of a round; `memory` is the peak in GiB.
     """
@@ -112,12 +125,12 @@ def curves(record: Record) -> dict[str, Payload]:
         for name in names
     )
     sql = f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? order by 1"
-    curves = {run: columns_of(record.query(sql, (run, found.bucket))) for run, found in rounds_of(record).items()}
-    for run, curve in ((run, curve) for run, curve in curves.items() if curve):
+    curve = columns_of(record.query(sql, (run, found.bucket)))
+    if curve:
         costs = {row["round"]: row for row in record.query(_COSTS, (run,))}
         for name in ("seconds", "env_steps_per_s", "memory"):
             curve[name] = [costs.get(number, {}).get(name) for number in curve["round"]]
-    return curves
+    return curve
 
 
 _COSTS = """
@@ -232,19 +245,13 @@ HOSTS = 64
 """Most hosts of a round whose growth is in the page."""
 
 
-def hosts(record: Record) -> dict[str, list[Payload]]:
-    """For each run the newest and the best round, host by host and step by step."""
-    return {
-        run: [round_of(record, run, number, names) for number, names in _chosen(found.last, found.best).items()]
-        for run, found in rounds_of(record).items()
-    }
-
-
-def _chosen(last: int, best: int) -> dict[int, str]:
-    """The rounds to show, by number, with what they are."""
-    if not last:
-        return {}
-    return {last: "newest and best"} if last == best else {last: "newest", best: "best 100·J"}
+@of_each_run
+def hosts(record: Record, run: str, found: Rounds) -> list[Payload]:
+    """The newest and the best round, host by host and step by step."""
+    labels = {found.last: "newest", found.best: "best 100·J"}
+    if found.last == found.best:
+        labels = {found.last: "newest and best"} if found.last else {}
+    return [round_of(record, run, number, label) for number, label in labels.items()]
 
 
 def round_of(record: Record, run: str, number: int, label: str) -> Payload:
@@ -303,15 +310,13 @@ def segments(rows: list[dict[str, Any]]) -> list[Payload]:
     return found
 
 
-def seeds(record: Record) -> dict[str, Payload]:
-    """What each blueprint brought, in the first and the last quarter of the rounds of each run.
+@of_each_run
+def seeds(record: Record, run: str, found: Rounds) -> Payload:
+    """What each blueprint brought, in the first and the last quarter of the rounds.
 
     `contribution` (points) and `params` are means over the fossilized seeds.
     """
-    return {
-        run: {phase: record.query(_SEEDS, (run, *rounds)) for phase, rounds in found.phases.items()}
-        for run, found in rounds_of(record).items()
-    }
+    return {phase: record.query(_SEEDS, (run, *rounds)) for phase, rounds in found.phases.items()}
 
 
 _SEEDS = """
@@ -386,17 +391,14 @@ BINS = 40
 """Most groups of steps of an episode."""
 
 
-def behaviour(record: Record) -> dict[str, Payload]:
-    """For each run, in the first and in the last quarter of its rounds, counts of operations by situation.
+@of_each_run
+def behaviour(record: Record, run: str, found: Rounds) -> Payload:
+    """In the first and in the last quarter of the rounds, counts of operations by situation.
 
     Situations are the step of the episode, the most advanced seed that is not fossilized at the end of the step before,
     and the quarter of the accuracies of all hosts in that step. With them: blueprints by slot of the seeds germinated,
     and over all rounds the operations that took effect.
     """
-    return {run: _behaviour_of(record, run, found) for run, found in rounds_of(record).items()}
-
-
-def _behaviour_of(record: Record, run: str, found: Rounds) -> Payload:
     phases = found.phases
     if phases["first"] == phases["last"]:
         del phases["first"]  # there is one round
@@ -440,15 +442,13 @@ select slot, blueprint, count(*) as times from seeds
 where run = $1 and round between $2 and $3 group by slot, blueprint order by slot, blueprint"""
 
 
-def rewards(record: Record) -> dict[str, Payload]:
+@of_each_run
+def rewards(record: Record, run: str, found: Rounds) -> Payload:
     """Each reward term, per host: its sum over an episode by round, and its mean by step in the last quarter."""
     return {
-        run: {
-            "rounds": record.query(_TERMS_BY_ROUND, (run, found.bucket, found.hosts, found.last)),
-            "steps": record.query(_TERMS_BY_STEP, (run, *found.phases["last"], found.hosts)),
-            "since": found.phases["last"][0],
-        }
-        for run, found in rounds_of(record).items()
+        "rounds": record.query(_TERMS_BY_ROUND, (run, found.bucket, found.hosts, found.last)),
+        "steps": record.query(_TERMS_BY_STEP, (run, *found.phases["last"], found.hosts)),
+        "since": found.phases["last"][0],
     }
 
 
@@ -522,12 +522,7 @@ PAYLOADS: Mapping[str, Callable[[Record], object]] = {
 
 
 def payload(record: Record, name: str) -> object:
-    """The JSON values of a section, rounded to six digits.
-
-    Args:
-        record: the opened record.
-        name: a key of `PAYLOADS`.
-    """
+    """The JSON values of a section, a key of `PAYLOADS`, rounded to six digits."""
     return rounded(PAYLOADS[name](record))
 
 
@@ -536,14 +531,4 @@ def rounded(value: object) -> object:
 
     Digits before the point stay: times and sums have more of them.
     """
-    return plain_json(_rounded(value))
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if abs(value) < 1e6 else value  # NaN and infinity stay too
-    if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return value
+    return plain_json(value, lambda number: float(f"{number:.6g}") if abs(number) < 1e6 else number)

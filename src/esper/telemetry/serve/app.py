@@ -225,11 +225,7 @@ async def changes(
 ) -> AsyncIterator[str]:
     """Server-sent events: `ready` at once, then `changed` with the names of the runs whose files have changed.
 
-    Args:
-        runs: where to look.
-        names: report these alone, or all if there are none.
-        poll: seconds between looks.
-        ends: whether to stop.
+    Of `names` alone, or of all runs if there are none; `poll` seconds pass between looks, until `ends` says so.
     """
 
     def look() -> Mapping[str, object]:

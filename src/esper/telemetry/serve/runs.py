@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from math import inf
@@ -23,7 +22,7 @@ from esper.leyline.errors import QueryError, RunDirectoryError, command
 from esper.leyline.files import Closing
 from esper.leyline.lifecycle import LifecycleOp
 from esper.telemetry.record.reader import Record, damage_said, evaluation_files, open_record
-from esper.telemetry.report.payloads import PAYLOADS, Payload, round_of, rounds_of, segments, waterfall
+from esper.telemetry.report.payloads import PAYLOADS, Payload, Rounds, of_each_run, round_of, segments, waterfall
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
 from esper.telemetry.serve.overview import UNREADABLE, Row, encoded, state_of, state_of_row
 
@@ -319,16 +318,13 @@ def _episode(record: Record, where: tuple[str, int, int]) -> Payload:
     }
 
 
-def policy(record: Record, place: Place) -> dict[str, Payload]:
-    """For each run, the mean probability of each operation by step, in the first and the last quarter of its rounds."""
-    del place
+@of_each_run
+def policy(record: Record, run: str, found: Rounds) -> Payload:
+    """The mean probability of each operation by step, in the first and the last quarter of the rounds."""
     return {
-        run: {
-            phase: {"rounds": rounds, "steps": record.query(_PROBABILITIES, (run, *rounds))}
-            for phase, rounds in found.phases.items()
-            if found.last
-        }
-        for run, found in rounds_of(record).items()
+        phase: {"rounds": rounds, "steps": record.query(_PROBABILITIES, (run, *rounds))}
+        for phase, rounds in found.phases.items()
+        if found.last
     }
 
 
@@ -337,15 +333,14 @@ select t, {", ".join(f"avg(p_{op.name.lower()}) as {op.name.lower()}" for op in 
 from decisions where run = $1 and round between $2 and $3 and p_wait is not null group by t order by t"""
 
 
-def _of_report(name: str, record: Record, place: Place) -> object:
-    del place
-    return PAYLOADS[name](record)
+def _of_all(section: Callable[[Record], object]) -> Callable[[Record, Place], object]:
+    return lambda record, place: section(record)
 
 
 LIVE: Mapping[str, Callable[[Record, Place], object]] = {
-    **{name: partial(_of_report, name) for name in PAYLOADS},
+    **{name: _of_all(section) for name, section in PAYLOADS.items()},
     "round": host_round,
     "host": host,
-    "policy": policy,
+    "policy": _of_all(policy),
 }
 """The payloads by name: those of the report, and those of this page."""

@@ -18,8 +18,8 @@ from esper.leyline.messages import (
     StoredStep,
 )
 from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.client import SimicClient
-from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.simic.client import SimicClient, policy_network
+from esper.tamiyo.network import initialize
 from toys import menu
 
 NUM_SLOTS, STEPS = 2, 6
@@ -150,12 +150,7 @@ def new_client(
         selectable=(1, 2, 3),
     )
     ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "num_minibatches": 2} | config)
-    network = TamiyoNetwork(
-        menu(NUM_SLOTS),
-        feature_width=ppo.feature_width,
-        hidden_width=ppo.hidden_width,
-        num_layers=ppo.num_layers,
-    )
+    network = policy_network(menu(NUM_SLOTS), ppo)
     initialize(network, run_seed)
     return SimicClient(network, ToyReward(), ppo, spec, read=read, device="cpu", total_updates=total_updates)
 

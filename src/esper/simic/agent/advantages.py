@@ -149,11 +149,6 @@ class ObservationStatistics:
         self.slot.load_state_dict(below("slot", state))
 
 
-def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:
-    """`r / scale` for all rows; no shift and no clip, so that returns keep their order."""
-    return (rewards / scale).to(rewards.dtype)
-
-
 ADVANTAGE_EPS = 1e-8
 
 

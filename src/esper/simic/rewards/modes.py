@@ -175,13 +175,8 @@ class TargetRow:
 
     @computed_once
     def growth(self) -> Tensor:
-        """Occupied parameters in shares of the host's."""
-        return self.occupancy / self.host_floor
-
-    @computed_once
-    def host_floor(self) -> Tensor:
-        """Denominator of growth: the host's parameters, at least the configured floor."""
-        return torch.maximum(self.host_params, self.w["rent_host_params_floor"])
+        """Occupied parameters in shares of the host's, or of the configured floor where that is larger."""
+        return self.occupancy / torch.maximum(self.host_params, self.w["rent_host_params_floor"])
 
     @computed_once
     def added_params(self) -> Tensor:

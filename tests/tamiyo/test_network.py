@@ -152,14 +152,6 @@ def test_every_weight_starts_as_the_table_says():
             assert not module.bias.any()
 
 
-def test_the_forget_bias_adds_exactly_one_to_the_pre_activation():
-    layer = new_network(2).core[0]
-    gates = layer.input_gates(torch.zeros(3, 2, 32))
-    i, f, g, o = gates.chunk(4, dim=-1)
-    assert (f == 1).all()
-    assert not torch.stack((i, g, o)).any()
-
-
 def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
     # c' = sigmoid(1) c + sigmoid(0) tanh(0), h' = sigmoid(0) tanh(c'): the forget bias counts once, and nothing else
     layer = new_network(2).core[0]
@@ -171,21 +163,6 @@ def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
 
 
 # The cell and the core. ----------------------------------------------------------------------------------------------
-
-
-def test_one_step_of_the_cell_by_hand():
-    # H = 1; gates (i, f, g, o) = (1, -1, 0.5, 2) + h * (0.1, 0.2, 0.3, 0.4) with h = 2, c = 0.25
-    h, c = lstm_cell(
-        torch.tensor([[1.0, -1.0, 0.5, 2.0]]), torch.tensor([[2.0]]), torch.tensor([[0.25]]),
-        torch.tensor([[0.1], [0.2], [0.3], [0.4]]),
-    )  # fmt: skip
-
-    def sigmoid(x: float) -> float:
-        return 1 / (1 + math.exp(-x))
-
-    want_c = sigmoid(-0.6) * 0.25 + sigmoid(1.2) * math.tanh(1.1)
-    assert c.item() == pytest.approx(want_c, abs=1e-6)
-    assert h.item() == pytest.approx(sigmoid(2.8) * math.tanh(want_c), abs=1e-6)
 
 
 def test_the_cell_agrees_with_the_framework_and_does_not_clamp_its_memory():
@@ -276,19 +253,6 @@ def test_a_sequence_is_evaluated_to_what_its_steps_decided_through_resets(featur
     assert acted["log_prob"].std() > 0.3
 
 
-def test_a_reset_forgets_all_that_came_before():
-    network = new_network(5)
-    rollout = Rollout(network)
-    rollout.reset[:] = False
-    rollout.reset[:, 4] = True
-    _, values = rollout.evaluate(network, rollout.act(network)["actions"])
-    rollout.features[:, :4] += 1.0
-    rollout.hidden0 = tree_map(torch.neg, rollout.hidden0)
-    _, changed = rollout.evaluate(network, rollout.act(network)["actions"])
-    assert torch.equal(values[:, 4:], changed[:, 4:])
-    assert (values[:, :4] != changed[:, :4]).any(dim=0).all()
-
-
 def test_a_state_that_is_not_finite_does_not_survive_a_reset():
     network = new_network(5)
     rollout = Rollout(network)
@@ -348,17 +312,6 @@ def test_every_parameter_gets_a_finite_gradient_that_is_not_zero():
     rows = [x for layer in network.core for x in (layer.input_weight, layer.others_weight, layer.recurrent_weight)]
     outputs = (network.head_op, network.head_slot, network.head_values, network.head_blueprint)
     assert all(x.grad.any(dim=1).all() for x in (*rows, *(output.weight for output in outputs)))
-
-
-def test_the_value_does_not_depend_on_any_decision():
-    network = new_network(9)
-    rollout = Rollout(network)
-    acted = rollout.act(network)
-    rollout.uniforms = 1 - 2.0**-24 - rollout.uniforms
-    other = rollout.act(network)
-    assert not torch.equal(acted["actions"], other["actions"])
-    assert torch.equal(acted["value"], other["value"])
-    assert torch.equal(rollout.evaluate(network, acted["actions"])[1], rollout.evaluate(network, other["actions"])[1])
 
 
 def test_every_blueprint_and_none_is_seen_as_another():
@@ -473,24 +426,7 @@ def test_two_blueprints_of_one_description_have_one_logit_and_those_of_others_di
     assert (logits[..., 4] - logits[..., 8]).abs().max() > 1e-3
 
 
-def test_a_step_asks_the_device_nothing(monkeypatch):
-    network, reads = new_network(), []
-    rollout = Rollout(network)
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *a, m=name, **k: reads.append(m))
-    network.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0)
-    network.unroll(rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset)
-    monkeypatch.undo()
-    assert reads == []
-
-
 # Configuration. ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["feature_width", "hidden_width", "num_layers"])
-def test_a_size_below_one_is_refused(field):
-    with pytest.raises(ConfigError, match=rf"{field} of the policy network is 0, expected at least 1"):
-        TamiyoNetwork(menu(1), **{field: 0})
 
 
 @pytest.mark.parametrize(("width", "nearest"), [(100, 96), (1, 8), (15, 16)])

@@ -32,7 +32,9 @@ from esper.simic.agent.ppo_config import (
         ("vf_coef_warmup", -1),
         ("return_momentum", 1.0),
         ("adam_betas", (0.9, 1.0)),
+        ("feature_width", 0),
         ("hidden_width", 0),
+        ("num_layers", 0),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(name, value):

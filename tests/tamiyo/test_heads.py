@@ -225,60 +225,6 @@ def test_the_available_entropy_is_that_of_the_union_over_all_legal_ops_and_slots
             assert bool(out.available[n, head]) == (len(union) > 1)
 
 
-def test_entropies_are_between_zero_and_one_and_one_for_equal_logits():
-    case = Case(14, 500)
-    flat = tuple(torch.zeros_like(head) for head in case.logits)
-    out = case.evaluate(case.sample().actions, flat)
-    for entropy in (out.entropy, out.entropy_avail):
-        assert ((entropy == 0) | ((entropy - 1).abs() < 1e-6)).all()
-    assert torch.equal(out.entropy_avail > 0.5, out.available)
-    out = case.evaluate(case.sample().actions)
-    assert out.entropy.min() >= 0
-    assert out.entropy.max() <= 1 + 1e-6
-
-
-def test_every_head_is_drawn_as_often_as_its_masked_softmax_says_for_each_op_and_slot():
-    # one host, all of whose ops are legal on two slots at least; only the second of its three has a gate
-    draws, g = 150_000, generator(6)
-    legal = torch.ones(6, NUM_SLOTS, dtype=torch.bool)
-    legal[LifecycleOp.GERMINATE, 0] = legal[LifecycleOp.PRUNE, 2] = False
-    has_gate = torch.tensor([False, True, False])
-    logits = random_logits(g, scale=1.0)
-    logits[OP].mul_(0.3)
-    state = legal.expand(draws, -1, -1), has_gate.expand(draws, -1), SELECTABLE
-    rows = tuple(head.expand(draws, *head.shape) for head in logits)
-    actions = sample_heads(rows, *state, torch.rand(draws, 8, generator=g)).actions
-    compared = 0
-
-    def compare(values: torch.Tensor, head: Head, op: int, slot: int) -> None:
-        may = allowed(op, slot, legal.tolist(), has_gate.tolist())[head]
-        of_slot = given(logits, head, slot).tolist()
-        want = softmax(of_slot, [v in may for v in range(len(of_slot))])
-        found = values.bincount(minlength=len(want)) / len(values)
-        for value, p in enumerate(want):
-            spread = 4.5 * math.sqrt(p * (1 - p) / len(values))
-            assert abs(found[value].item() - p) <= spread, (head, op, slot, value)
-
-    compare(actions[:, OP], OP, 0, 0)
-    for op in LifecycleOp:
-        given_op = actions[actions[:, OP] == op]
-        compare(given_op[:, SLOT], SLOT, op, 0)
-        for slot in given_op[:, SLOT].unique().tolist():
-            given_slot = given_op[given_op[:, SLOT] == slot]
-            assert len(given_slot) > 1_000
-            for head in Head:
-                if head not in (OP, SLOT):
-                    compare(given_slot[:, head], head, op, slot)
-                    compared += 1
-    assert compared == 6 * (1 + 2 + 3 + 2 + 3 + 3)  # slots of each op
-    # heads are drawn independently of each other, given op and slot
-    germinate = actions[(actions[:, OP] == LifecycleOp.GERMINATE) & (actions[:, SLOT] == 1)]
-    germinate = germinate[:, [Head.TEMPO, Head.ALPHA_TARGET]] == 0
-    assert germinate.all(dim=1).float().mean().item() == pytest.approx(
-        germinate.float().mean(0).prod().item(), abs=0.01
-    )
-
-
 def test_the_inverse_cdf_takes_the_first_value_whose_cumulative_probability_exceeds_u():
     # op probabilities 1/4, 1/4, 1/2 for WAIT, GERMINATE, FOSSILIZE: cumulative 0.25, 0.5, 1
     u = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 0.9999])
@@ -305,21 +251,6 @@ def test_the_deterministic_decision_is_the_most_probable_and_the_lowest_of_equal
     assert sample_heads(tuple(logits), *state, deterministic=True).actions[0].tolist() == want
 
 
-def test_equal_numbers_give_equal_decisions_for_any_sharding():
-    case = Case(17, 60)
-    together = case.sample()
-    for rows in (slice(0, 1), slice(7, 40), torch.arange(59, -1, -1)):
-        alone = sample_heads(
-            tuple(head[rows] for head in case.logits),
-            case.legal[rows],
-            case.has_gate[rows],
-            SELECTABLE,
-            case.uniforms[rows],
-        )
-        assert torch.equal(alone.actions, together.actions[rows])
-        torch.testing.assert_close(alone.log_prob, together.log_prob[rows], atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("shape", [(24,), (4, 6)])
 def test_what_was_sampled_is_evaluated_to_the_same_numbers_bit_for_bit(shape):
     case = Case(18, 24)
@@ -330,28 +261,6 @@ def test_what_was_sampled_is_evaluated_to_the_same_numbers_bit_for_bit(shape):
     evaluated = case.evaluate(sampled.actions.unflatten(0, shape))
     assert evaluated.log_prob.shape == (*shape, 8)
     assert torch.equal(evaluated.log_prob.reshape(24, 8), sampled.log_prob)
-
-
-def test_the_logits_of_slots_that_are_not_chosen_do_not_matter_and_learn_nothing():
-    case = Case(28, 200)
-    sampled = case.sample()
-    slot = sampled.actions[:, SLOT]
-    assert slot.unique().tolist() == [0, 1, 2]
-    others = torch.arange(NUM_SLOTS) != slot[:, None]
-    wild = [head.clone().requires_grad_() for head in random_logits(generator(3), 200, scale=40.0)]
-    mixed = tuple(
-        mine if head in (OP, SLOT) else torch.where(others[..., None], theirs, mine)
-        for head, mine, theirs in zip(Head, case.logits, wild, strict=True)
-    )
-    drawn, out = sample_heads(mixed, *case.state, case.uniforms), case.evaluate(sampled.actions, mixed)
-    before = case.evaluate(sampled.actions)
-    assert torch.equal(drawn.actions, sampled.actions)
-    assert torch.equal(drawn.log_prob, sampled.log_prob)
-    for name in ("log_prob", "entropy", "entropy_avail"):
-        assert torch.equal(getattr(out, name), getattr(before, name))
-    total = (out.log_prob + out.entropy + out.entropy_avail).sum()
-    gradients = torch.autograd.grad(total, [head for k, head in zip(Head, wild, strict=True) if k not in (OP, SLOT)])
-    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 1e6, 1e30])

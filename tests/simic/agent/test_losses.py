@@ -174,10 +174,6 @@ def test_the_floor_asks_for_entropy_where_a_head_is_available():
     assert float(ppo_losses(sums(x), weights(floor=1.5)).floor) == pytest.approx(1.5 * 0.3 * 0.1**2)
 
 
-def test_a_head_that_is_never_available_owes_no_entropy():
-    assert float(losses(four_steps()).floor) == 0.0
-
-
 def test_a_minibatch_without_a_valid_step_costs_nothing():
     x = four_steps(valid=torch.zeros(1, 4, dtype=torch.bool))
     assert float(ppo_losses(sums(x), weights()).total) == 0.0

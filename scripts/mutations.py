@@ -156,7 +156,7 @@ REWARDS = [
        'x.known("num_active") + num_fossilized - w["free_slots"]', 'x.known("num_active") - w["free_slots"]',
        "tests/simic/rewards"),
     _m("simic: hindsight credit is paid again",
-       "keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])", "keep_NS = live_NS", "tests/simic/rewards"),
+       "keep_NS = live_NS & ~(x.is_target & fossilized_N[:, None])", "keep_NS = live_NS", "tests/simic/rewards"),
     _m("simic: the last step keeps the shaping",
        "shaping, terminal = -state.last, self.worth(", "shaping, terminal = 0.0 * state.last, self.worth(",
        "tests/simic/rewards"),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from jaxtyping import Bool, Float, Int
 
 from esper.leyline.lifecycle import Head, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import (
@@ -17,16 +16,15 @@ from esper.leyline.messages import (
     SlotState,
     StoredStep,
 )
+from esper.leyline.tensor_dataclass import blank
 from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.client import SimicClient
-from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.simic.client import SimicClient, policy_network
+from esper.tamiyo.network import initialize
 from toys import menu
 
 NUM_SLOTS, STEPS = 2, 6
 FAVOURITE_SLOT = 1
 PENALTY = -10.0
-DTYPES = {Int: torch.int64, Bool: torch.bool, Float: torch.float32}
-"""Kind of annotation of a record's field -> type of its tensor."""
 
 
 class ToyReward:
@@ -62,9 +60,8 @@ class ToyEngine:
     def observation(self, t: int) -> Observation:
         n, s = len(self.hosts), NUM_SLOTS
         number = self.hosts.float() * 0.37 + t * 0.11
-        slots = {}
-        for name, kind in SlotState.__annotations__.items():
-            slots[name] = torch.zeros(n, s, dtype=DTYPES[kind.dtype])
+        cpu = torch.device("cpu")
+        slots, hosts = vars(blank(SlotState, {"N": n, "S": s}, cpu)), vars(blank(HostState, {"N": n}, cpu))
         slots["stage"][:] = torch.tensor([int(SeedStage.TRAINING), int(SeedStage.DORMANT)])
         slots["prev_stage"][:] = torch.tensor([int(SeedStage.GERMINATED), int(SeedStage.UNKNOWN)])
         slots["blueprint"][:] = torch.tensor([1, -1])
@@ -75,9 +72,6 @@ class ToyEngine:
         slots["contribution"][:, 0] = number.sin() * 5
         slots["contribution_step"][:] = torch.tensor([t, -1])
         slots["grad_health"][:, 0] = number.cos().abs()
-        hosts = {}
-        for name, kind in HostState.__annotations__.items():
-            hosts[name] = torch.zeros((n, 5) if name.endswith("hist") else (n,), dtype=DTYPES[kind.dtype])
         hosts["val_acc"] = 50 + 40 * number.sin()
         hosts["acc_hist"] = hosts["val_acc"][:, None].repeat(1, 5)
         hosts["val_loss"] = 1 + number.cos()
@@ -150,12 +144,7 @@ def new_client(
         selectable=(1, 2, 3),
     )
     ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "num_minibatches": 2} | config)
-    network = TamiyoNetwork(
-        menu(NUM_SLOTS),
-        feature_width=ppo.feature_width,
-        hidden_width=ppo.hidden_width,
-        num_layers=ppo.num_layers,
-    )
+    network = policy_network(menu(NUM_SLOTS), ppo)
     initialize(network, run_seed)
     return SimicClient(network, ToyReward(), ppo, spec, read=read, device="cpu", total_updates=total_updates)
 

@@ -1,36 +1,24 @@
 """Observations and steps for scripted controllers: everything empty except what a test names."""
 
 import dataclasses
-from typing import get_type_hints
+import math
 
 import torch
 
 from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.leyline.messages import EngineSpec, HostState, Observation, SlotState, StoredStep
+from esper.leyline.tensor_dataclass import blank
 
-BOOLS = {"has_gate", "grad_vanishing", "grad_exploding", "last_success", "stabilized"}
-SLOT_FLOATS = {
-    "alpha", "alpha_start", "alpha_target", "alpha_steepness", "acc_at_germination", "acc_at_stage_start",
-    "acc_at_blending_start", "contribution", "contribution_velocity", "interaction_sum", "boost_received",
-    "grad_norm", "grad_health", "grad_health_prev", "grad_ratio_ema",
-}  # fmt: skip
-HOST_FLOATS = {
-    "val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss", "acc_hist", "loss_hist",
-    "committed_acc", "cf_total", "best_acc", "compute",
-}  # fmt: skip
 EMPTY = {"stage": int(SeedStage.DORMANT), "blueprint": -1, "contribution_step": -1, "alpha": 0.0, "alpha_target": 0.0,
          "compute": 0.0}  # fmt: skip
 
 
-def _record(cls, floats: set[str], shape: tuple[int, ...], given: dict[str, torch.Tensor]):
+def _record(cls, sizes: dict[str, int], given: dict[str, torch.Tensor]):
     fields = {}
-    for name in get_type_hints(cls):
-        dtype = torch.bool if name in BOOLS else torch.float32 if name in floats else torch.int64
-        missing = float("nan") if name in floats else 0
-        full = (*shape, 5) if name.endswith("_hist") else shape
-        fields[name] = torch.full(full, EMPTY.get(name, missing), dtype=dtype)
-        if name in given:
-            fields[name] = torch.as_tensor(given[name], dtype=dtype).expand(full).clone()
+    for name, zeros in vars(blank(cls, sizes, torch.device("cpu"))).items():
+        missing = EMPTY.get(name, math.nan if zeros.is_floating_point() else 0)
+        value = torch.as_tensor(given.get(name, missing), dtype=zeros.dtype)
+        fields[name] = value.expand_as(zeros).clone()
     assert set(given) <= set(fields)
     return cls(**fields)
 
@@ -41,8 +29,8 @@ def observation(t: int, legal: torch.Tensor, *, hosts: dict | None = None, **slo
     return Observation(
         t=t,
         episode_length=60,
-        slots=_record(SlotState, SLOT_FLOATS, (n, s), slots),
-        hosts=_record(HostState, HOST_FLOATS, (n,), hosts or {}),
+        slots=_record(SlotState, {"N": n, "S": s}, slots),
+        hosts=_record(HostState, {"N": n}, hosts or {}),
         legal=legal,
     )
 
@@ -88,4 +76,5 @@ def engine_spec(num_envs: int = 1, num_slots: int = 3, **changes) -> EngineSpec:
     return dataclasses.replace(spec, **changes)
 
 
+NAMES = ("noop", "conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy", *"abcde")
 TRANSFORMER = {"family": HostFamily.TRANSFORMER, "selectable": (2, 3, 8, 9, 10, 11, 12)}

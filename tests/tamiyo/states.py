@@ -1,4 +1,4 @@
-"""Random observations that an engine could show, and ones that are as hostile as values can be."""
+"""Random observations that an engine could show, and what each head may say in a state."""
 
 import torch
 
@@ -7,10 +7,6 @@ from esper.leyline.messages import HostState, Observation, SlotState
 from esper.leyline.tensor_dataclass import replace
 
 STORED_STAGES = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN])
-MEASURED = (
-    "contribution", "contribution_velocity", "interaction_sum", "boost_received",
-    "grad_norm", "grad_health", "grad_health_prev", "grad_ratio_ema",
-)  # fmt: skip
 NAN = float("nan")
 
 
@@ -133,20 +129,38 @@ def random_hosts(g: torch.Generator, n: int) -> HostState:
     )
 
 
+CNN = tuple(range(1, 8))
+"""Blueprints that may be selected on convolutional hosts."""
+
+
+def allowed(op: int, slot: int, legal: list, has_gate: list[bool], selectable: tuple[int, ...] = CNN) -> list[set[int]]:
+    """Values of each head once op and slot are chosen, by the rules in words; nested lists of one host."""
+    germinate, set_alpha_target, prune = 1, 2, 3
+
+    def all_of(size: int, ops: set[int], canonical: int) -> set[int]:
+        return set(range(size)) if op in ops else {canonical}
+
+    style = all_of(4, {germinate, set_alpha_target}, 2)
+    if op == set_alpha_target and not has_gate[slot]:
+        style.remove(3)
+    return [
+        {s for s, ok in enumerate(legal[op]) if ok} if op else {0},
+        set(selectable) if op == germinate else {0},
+        style,
+        all_of(3, {germinate}, 1),
+        all_of(3, {germinate, set_alpha_target}, 2),
+        all_of(4, {set_alpha_target, prune}, 0),
+        all_of(5, {set_alpha_target, prune}, 0),
+        {o for o in range(6) if any(legal[o])},
+    ]
+
+
 def with_slots(obs: Observation, **fields: torch.Tensor) -> Observation:
     return replace(obs, slots=replace(obs.slots, **fields))
 
 
 def with_hosts(obs: Observation, **fields: torch.Tensor) -> Observation:
     return replace(obs, hosts=replace(obs.hosts, **fields))
-
-
-def hostile_observation(seed: int, value: float, n: int = 32, s: int = 3) -> Observation:
-    """A random observation in which every measured float is `value`, on hosts and slots alike, in every stage."""
-    obs = random_observation(seed, n, s)
-    slots = {name: torch.full((n, s), value) for name in MEASURED}
-    hosts = {name: torch.full_like(getattr(obs.hosts, name), value) for name in ("val_loss", "loss_hist")}
-    return with_hosts(with_slots(obs, **slots), **hosts)
 
 
 def everywhere(obs: Observation, stage: SeedStage, **fields: float) -> Observation:

@@ -3,10 +3,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from scripted_observations import TRANSFORMER, engine_spec, legal_only, observation, step
+from states import allowed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.errors import CheckpointError, RegistryError
-from esper.leyline.lifecycle import CANONICAL_ACTION, HEADS, Head, LifecycleOp, Style
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.tamiyo.baselines import BASELINES, make_baseline, pick
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp
@@ -106,21 +107,6 @@ def random_legal(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return legal, torch.rand(n, 3, generator=gen) < 0.5
 
 
-def allowed(op: int, slot: int, has_gate: list[bool], selectable: tuple[int, ...]) -> list[set[int]]:
-    """Values each head may have, by enumeration."""
-    values = []
-    for head in HEADS:
-        if op not in head.used_by:
-            values.append({head.canonical})
-        elif head.name == "style":
-            gate = op == GERMINATE or has_gate[slot]
-            values.append({0, 1, 2} | ({int(Style.GATED_GATE)} if gate else set()))
-        else:
-            special = {"slot": {slot}, "blueprint": set(selectable), "op": {op}}
-            values.append(special.get(head.name, set(range(head.size))))
-    return values
-
-
 @pytest.mark.parametrize("family", [{}, TRANSFORMER])
 def test_random_actions_are_legal_in_every_head(family):
     spec = engine_spec(num_envs=400, **family)
@@ -131,7 +117,7 @@ def test_random_actions_are_legal_in_every_head(family):
         for n, action in enumerate(actions.tolist()):
             op, slot = action[Head.OP], action[Head.SLOT]
             assert legal[n, op, slot]
-            choices = allowed(op, slot, has_gate[n].tolist(), spec.selectable)
+            choices = allowed(op, slot, legal[n].tolist(), has_gate[n].tolist(), spec.selectable)
             assert all(value in choice for value, choice in zip(action, choices, strict=True))
 
 

@@ -83,9 +83,8 @@ def random_observation(t: int, n: int, gen: torch.Generator) -> Observation:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_batched_rules_agree_with_the_rules_of_one_host(seed):
-    n, gen = 48, torch.Generator().manual_seed(seed)
+def test_the_batched_rules_agree_with_the_rules_of_one_host():
+    n, gen = 48, torch.Generator().manual_seed(0)
     policy = make_baseline("heuristic", engine_spec(num_envs=n))
     references, seen = [ScalarHeuristic() for _ in range(n)], set()
     for t in range(20, 60):
@@ -166,19 +165,6 @@ def test_a_held_seed_is_judged_late_by_what_its_parameters_cost(fields, op):
     policy = make_baseline("heuristic", engine_spec())
     obs = observation(t, legal_only(1, 3, (PRUNE, 0), (FOSSILIZE, 0)), hosts=HOST, **{**held, **fields})
     assert policy.act(obs).actions[0, Head.OP] == op
-
-
-def test_the_price_of_a_seed_falls_with_the_seeds_beside_it():
-    # 1,000 parameters beside 3,000 of host and fossil cost 3 ln(4/3) = 0.863
-    both = {"stage": torch.tensor([[HOLDING, FOSSILIZED, DORMANT]]), "params": torch.tensor([[1000, 2000, 50]])}
-    ops = [decide(50, *ALL_AT_0, **both, age=49, contribution_step=50, contribution=x)[Head.OP] for x in (0.86, 0.87)]
-    assert ops == [PRUNE, FOSSILIZE]
-
-
-def test_an_intention_that_is_not_legal_gives_way_to_the_next():
-    held = {"stage": STAGE_AT_0[HOLDING], "age": 49, "contribution_step": 50, "contribution": 9.0}
-    assert decide(50, **held) == list(CANONICAL_ACTION)
-    assert decide(40, (GERMINATE, 1), **held | {"contribution_step": 40}) == germination(1, blueprint=4)
 
 
 def germinated_blueprints(policy, times: int, t: int = 10) -> list[int]:

@@ -8,7 +8,7 @@ from states import generator, random_legal
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import HEADS, Head, LifecycleOp, head_sizes
+from esper.leyline.lifecycle import HEADS, Head, LifecycleOp
 from esper.leyline.messages import Hidden, Menu
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim
@@ -27,6 +27,14 @@ def new_network(
     network = TamiyoNetwork(menu(num_slots), feature_width=feature, hidden_width=hidden, num_layers=layers)
     initialize(network, run_seed)
     return network
+
+
+def of_menu(network: TamiyoNetwork, seen: Menu) -> TamiyoNetwork:
+    """A network with the same weights for the hosts of another menu."""
+    sizes = {"feature_width": network.feature_width, "hidden_width": network.hidden_width}
+    other = TamiyoNetwork(seen, **sizes, num_layers=network.num_layers)
+    other.load_state_dict(network.state_dict())
+    return other
 
 
 def certain(network: TamiyoNetwork) -> TamiyoNetwork:
@@ -51,14 +59,6 @@ class Rollout:
         self.uniforms = torch.rand(n, steps, 8, generator=g)
         shape = (network.num_layers, n, network.state_width)
         self.hidden0 = Hidden(h=torch.randn(shape, generator=g), c=torch.randn(shape, generator=g))
-
-    def rows(self, hosts: torch.Tensor) -> "Rollout":
-        """The same for some hosts, in any order."""
-        other = object.__new__(Rollout)
-        for name, value in vars(self).items():
-            taken = tree_map(lambda x: x[:, hosts], value) if name == "hidden0" else value[hosts]
-            setattr(other, name, taken)
-        return other
 
     @torch.no_grad()
     def act(self, network: TamiyoNetwork) -> dict[str, torch.Tensor]:
@@ -152,14 +152,6 @@ def test_every_weight_starts_as_the_table_says():
             assert not module.bias.any()
 
 
-def test_the_forget_bias_adds_exactly_one_to_the_pre_activation():
-    layer = new_network(2).core[0]
-    gates = layer.input_gates(torch.zeros(3, 2, 32))
-    i, f, g, o = gates.chunk(4, dim=-1)
-    assert (f == 1).all()
-    assert not torch.stack((i, g, o)).any()
-
-
 def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
     # c' = sigmoid(1) c + sigmoid(0) tanh(0), h' = sigmoid(0) tanh(c'): the forget bias counts once, and nothing else
     layer = new_network(2).core[0]
@@ -171,21 +163,6 @@ def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
 
 
 # The cell and the core. ----------------------------------------------------------------------------------------------
-
-
-def test_one_step_of_the_cell_by_hand():
-    # H = 1; gates (i, f, g, o) = (1, -1, 0.5, 2) + h * (0.1, 0.2, 0.3, 0.4) with h = 2, c = 0.25
-    h, c = lstm_cell(
-        torch.tensor([[1.0, -1.0, 0.5, 2.0]]), torch.tensor([[2.0]]), torch.tensor([[0.25]]),
-        torch.tensor([[0.1], [0.2], [0.3], [0.4]]),
-    )  # fmt: skip
-
-    def sigmoid(x: float) -> float:
-        return 1 / (1 + math.exp(-x))
-
-    want_c = sigmoid(-0.6) * 0.25 + sigmoid(1.2) * math.tanh(1.1)
-    assert c.item() == pytest.approx(want_c, abs=1e-6)
-    assert h.item() == pytest.approx(sigmoid(2.8) * math.tanh(want_c), abs=1e-6)
 
 
 def test_the_cell_agrees_with_the_framework_and_does_not_clamp_its_memory():
@@ -206,23 +183,25 @@ def test_the_cell_agrees_with_the_framework_and_does_not_clamp_its_memory():
 
 
 def plain_forward(network: TamiyoNetwork, seen: Menu, x, index, h, c):
-    """One step of one host by a network with one layer, written out slot by slot."""
+    """One step of one host, written out slot by slot."""
     slots, width = range(len(index)), network.hidden_width
     host, rest = x[: len(HOST_FEATURES)], x[len(HOST_FEATURES) :]
-    encoded, cells = [], []
+    out, states = [], []
     for s in slots:
         holds = index[s] >= 0
         block = rest[s * len(SLOT_FEATURES) : (s + 1) * len(SLOT_FEATURES)]
         seed = seen.seeds[s, index[s]]
         known = torch.cat((block if holds else 0 * block, seed if holds else 0 * seed, seen.places[s]))
         e = network.norm(network.slot_net(known) + network.host_net(host)).relu()
-        encoded.append(network.projection(e))
-    layer, mean = network.core[0], sum(encoded) / len(slots)
-    for s in slots:
-        gates = layer.input_weight @ encoded[s] + layer.others_weight @ mean + layer.bias
-        state = (of[None, s * width : (s + 1) * width] for of in (h, c))
-        cells.append(lstm_cell(gates[None], *state, layer.recurrent_weight))
-    out = [encoded[s] + layer.norm(cells[s][0][0]) for s in slots]
+        out.append(network.projection(e))
+    for number, layer in enumerate(network.core):
+        mean, cells = sum(out) / len(slots), []
+        for s in slots:
+            gates = layer.input_weight @ out[s] + layer.others_weight @ mean + layer.bias
+            state = (of[number, None, s * width : (s + 1) * width] for of in (h, c))
+            cells.append(lstm_cell(gates[None], *state, layer.recurrent_weight))
+        out = [out[s] + layer.norm(cells[s][0][0]) for s in slots]
+        states.append([torch.cat([of[k][0] for of in cells]) for k in (0, 1)])
     everything = torch.cat((sum(out) / len(slots), torch.stack(out).max(dim=0).values))
     op = network.head_op(network.trunk_op(everything).relu())
     slot, of_slots = [], []
@@ -234,20 +213,22 @@ def plain_forward(network: TamiyoNetwork, seen: Menu, x, index, h, c):
         sizes = [HEADS[head].size for head in OF_SLOT]
         of_slots.append((torch.stack(found), *network.head_values(y).split(sizes)))
     logits = (torch.cat(slot), *map(torch.stack, zip(*of_slots, strict=True)), op)
-    return logits, network.value_net(everything)[0], *(torch.cat([of[k][0] for of in cells]) for k in (0, 1))
+    return logits, network.value_net(everything)[0], *map(torch.stack, zip(*states, strict=True))
 
 
-def test_a_step_is_the_network_written_out_slot_by_slot():
-    network = certain(new_network(3, feature=16))
-    rollout = Rollout(network)
+@pytest.mark.parametrize(("num_slots", "blueprints"), [(3, 13), (1, 13), (64, 13), (3, 17)])
+def test_a_step_is_the_network_written_out_slot_by_slot_for_any_slots_and_blueprints(num_slots, blueprints):
+    # so slots and blueprints share all weights and differ by their descriptions, and hosts do not meet
+    seen = menu(num_slots, blueprints)
+    network = of_menu(certain(new_network(3, feature=16, layers=2)), seen)
+    rollout = Rollout(network, n=4)
     x, index, hidden = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
-    index[0], index[1] = torch.tensor([-1, 5, 12]), -1
+    index[0, 0], index[-1], index[1] = 5, blueprints - 1, -1
     out = network.step(x, index, hidden)
     for n in range(len(x)):
-        logits, value, h, c = plain_forward(network, menu(NUM_SLOTS), x[n], index[n], hidden.h[0, n], hidden.c[0, n])
-        assert [head.shape[-1] for head in logits] == list(head_sizes(NUM_SLOTS))
+        logits, value, h, c = plain_forward(network, seen, x[n], index[n], hidden.h[:, n], hidden.c[:, n])
         torch.testing.assert_close([head[n] for head in out.logits], list(logits), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close((out.value[n], out.hidden.h[0, n], out.hidden.c[0, n]), (value, h, c))
+        torch.testing.assert_close((out.value[n], out.hidden.h[:, n], out.hidden.c[:, n]), (value, h, c))
     assert out.logits[Head.BLUEPRINT].std() > 0.1
 
 
@@ -265,28 +246,15 @@ def test_the_inverse_temperature_multiplies_every_logit_and_is_kept_with_the_wei
     assert network.state_dict()["inverse_temperature"] == 3.0
 
 
-@pytest.mark.parametrize(("feature", "layers"), [(32, 1), (16, 1), (32, 2)])
-def test_a_sequence_is_evaluated_to_what_its_steps_decided_through_resets(feature, layers):
-    network = certain(new_network(4, feature=feature, layers=layers))
+@pytest.mark.parametrize(("feature", "layers", "num_slots"), [(32, 1, 3), (16, 1, 1), (32, 2, 64)])
+def test_a_sequence_is_evaluated_to_what_its_steps_decided_through_resets(feature, layers, num_slots):
+    network = certain(new_network(4, num_slots, feature=feature, layers=layers))
     rollout = Rollout(network)
     acted = rollout.act(network)
     heads, values = rollout.evaluate(network, acted["actions"])
     torch.testing.assert_close(heads.log_prob, acted["log_prob"], atol=1e-5, rtol=0)
     torch.testing.assert_close(values, acted["value"], atol=1e-5, rtol=0)
     assert acted["log_prob"].std() > 0.3
-
-
-def test_a_reset_forgets_all_that_came_before():
-    network = new_network(5)
-    rollout = Rollout(network)
-    rollout.reset[:] = False
-    rollout.reset[:, 4] = True
-    _, values = rollout.evaluate(network, rollout.act(network)["actions"])
-    rollout.features[:, :4] += 1.0
-    rollout.hidden0 = tree_map(torch.neg, rollout.hidden0)
-    _, changed = rollout.evaluate(network, rollout.act(network)["actions"])
-    assert torch.equal(values[:, 4:], changed[:, 4:])
-    assert (values[:, :4] != changed[:, :4]).any(dim=0).all()
 
 
 def test_a_state_that_is_not_finite_does_not_survive_a_reset():
@@ -297,18 +265,6 @@ def test_a_state_that_is_not_finite_does_not_survive_a_reset():
     logits, values = network.unroll(rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset)
     assert values.isfinite().all()
     assert all(head.isfinite().all() for head in logits)
-
-
-def test_a_host_decides_the_same_among_others_in_any_order():
-    network = new_network(6)
-    rollout = Rollout(network)
-    together = rollout.act(network)
-    for hosts in (torch.tensor([5, 0, 3, 1, 4, 2]), torch.tensor([2])):
-        other = rollout.rows(hosts).act(network)
-        assert torch.equal(other["actions"], together["actions"][hosts])
-        torch.testing.assert_close(other["log_prob"], together["log_prob"][hosts], atol=1e-6, rtol=0)
-        torch.testing.assert_close(other["value"], together["value"][hosts], atol=1e-6, rtol=0)
-        torch.testing.assert_close(other["h"], together["h"][:, hosts], atol=1e-6, rtol=0)
 
 
 def test_the_first_policy_mostly_waits_and_is_uniform_otherwise_and_the_first_value_is_small():
@@ -350,38 +306,6 @@ def test_every_parameter_gets_a_finite_gradient_that_is_not_zero():
     assert all(x.grad.any(dim=1).all() for x in (*rows, *(output.weight for output in outputs)))
 
 
-def test_the_value_does_not_depend_on_any_decision():
-    network = new_network(9)
-    rollout = Rollout(network)
-    acted = rollout.act(network)
-    rollout.uniforms = 1 - 2.0**-24 - rollout.uniforms
-    other = rollout.act(network)
-    assert not torch.equal(acted["actions"], other["actions"])
-    assert torch.equal(acted["value"], other["value"])
-    assert torch.equal(rollout.evaluate(network, acted["actions"])[1], rollout.evaluate(network, other["actions"])[1])
-
-
-def test_every_blueprint_and_none_is_seen_as_another():
-    network = new_network(10)
-    rollout = Rollout(network, n=14)
-    index = torch.arange(-1, 13)[:, None].expand(-1, NUM_SLOTS)
-    hidden = network.initial_hidden(14, CPU)
-    assert network.step(rollout.features[:1, 0].expand(14, -1), index, hidden).value.unique().numel() == 14
-
-
-def test_what_an_empty_slot_is_said_to_hold_does_not_matter():
-    network = new_network(10)
-    rollout = Rollout(network)
-    x, index, hidden = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
-    index[:, 1] = -1
-    before = network.step(x, index, hidden)
-    start = len(HOST_FEATURES) + len(SLOT_FEATURES)
-    x[:, start : start + len(SLOT_FEATURES)] += 3.0  # statistics of seeds shift the zeros of an empty slot
-    after = network.step(x, index, hidden)
-    assert torch.equal(before.value, after.value)
-    assert all(map(torch.equal, before.logits, after.logits))
-
-
 @pytest.mark.parametrize("index", [13, 99])
 def test_a_blueprint_index_outside_the_table_is_an_error(index):
     network = new_network()
@@ -390,107 +314,7 @@ def test_a_blueprint_index_outside_the_table_is_an_error(index):
         network.step(rollout.features[:, 0], torch.full((1, NUM_SLOTS), index), rollout.hidden0)
 
 
-# Any slots and blueprints. -------------------------------------------------------------------------------------------
-
-
-def of_menu(network, seen):
-    """A network with the same weights for the hosts of another menu."""
-    other = TamiyoNetwork(
-        seen,
-        feature_width=network.feature_width,
-        hidden_width=network.hidden_width,
-        num_layers=network.num_layers,
-    )
-    other.load_state_dict(network.state_dict())
-    return other
-
-
-def test_permuted_slots_have_permuted_logits_and_states_and_the_same_operations_and_value():
-    network, order = certain(new_network(11, feature=16, layers=2)), torch.tensor([2, 0, 1])
-    seen, rollout = menu(NUM_SLOTS), Rollout(network)
-    other = of_menu(network, Menu(places=seen.places[order], seeds=seen.seeds[order]))
-
-    def of_slots(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (NUM_SLOTS, -1))[..., order, :].flatten(-2)
-
-    host, slots = rollout.features.split((len(HOST_FEATURES), NUM_SLOTS * len(SLOT_FEATURES)), dim=-1)
-    features, blueprints = torch.cat((host, of_slots(slots)), dim=-1), rollout.blueprints[..., order]
-    hidden = tree_map(of_slots, rollout.hidden0)
-    step = network.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0)
-    permuted = other.step(features[:, 0], blueprints[:, 0], hidden)
-    want, value = network.unroll(rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset)
-    got, same_value = other.unroll(features, blueprints, hidden, rollout.reset)
-    close = {"atol": 1e-5, "rtol": 1e-5}
-    for before, after, axis in ((step.logits, permuted.logits, 1), (want, got, 2)):
-        for head in Head:
-            expected = before[head] if head is Head.OP else before[head].index_select(axis, order)
-            torch.testing.assert_close(after[head], expected, **close)
-    torch.testing.assert_close((permuted.value, same_value), (step.value, value), **close)
-    torch.testing.assert_close(permuted.hidden.h, of_slots(step.hidden.h), **close)
-    assert not torch.allclose(step.logits[Head.SLOT], permuted.logits[Head.SLOT], atol=1e-3)
-
-
-@pytest.mark.parametrize("num_slots", [1, 3, 64])
-def test_the_same_weights_serve_any_number_of_slots(num_slots):
-    network = certain(new_network(12))
-    other = of_menu(network, menu(num_slots))
-    assert other.state_width == num_slots * 32
-    rollout = Rollout(other, n=4, steps=5)
-    acted = rollout.act(other)
-    heads, values = rollout.evaluate(other, acted["actions"])
-    torch.testing.assert_close(heads.log_prob, acted["log_prob"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(values, acted["value"], atol=1e-5, rtol=0)
-    assert acted["h"].shape == (1, 4, num_slots * 32)
-    shapes = [tuple(head.shape[1:]) for head in other.step(
-        rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0).logits]  # fmt: skip
-    of_slot = [(num_slots, size) for size in head_sizes(num_slots)[1:-1]]
-    assert shapes == [(num_slots,), *of_slot, (6,)]
-
-
-def test_other_blueprints_on_the_menu_change_nothing_for_those_that_were_there():
-    network = certain(new_network(13))
-    more = of_menu(network, menu(NUM_SLOTS, num_blueprints=17))
-    rollout = Rollout(network)
-    inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
-    few, many = network.step(*inputs), more.step(*inputs)
-    assert many.logits[Head.BLUEPRINT].shape[-1] == 17
-    for head in Head:
-        torch.testing.assert_close(many.logits[head][..., : few.logits[head].shape[-1]], few.logits[head])
-    torch.testing.assert_close(many.value, few.value)
-    held = rollout.blueprints.clone()
-    held[0, 0, 0] = 16  # and the new ones can be held
-    other = more.step(inputs[0], held[:, 0], inputs[2]).hidden.h[0, :2]
-    assert [torch.equal(*states) for states in zip(other, many.hidden.h[0, :2], strict=True)] == [False, True]
-
-
-def test_two_blueprints_of_one_description_have_one_logit_and_those_of_others_differ():
-    network, seen = certain(new_network(14)), menu(NUM_SLOTS)
-    seen.seeds[:, 4] = seen.seeds[:, 9]
-    other = of_menu(network, seen)
-    rollout = Rollout(other)
-    logits = other.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0).logits[Head.BLUEPRINT]
-    torch.testing.assert_close(logits[..., 4], logits[..., 9])
-    assert (logits[..., 4] - logits[..., 8]).abs().max() > 1e-3
-
-
-def test_a_step_asks_the_device_nothing(monkeypatch):
-    network, reads = new_network(), []
-    rollout = Rollout(network)
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *a, m=name, **k: reads.append(m))
-    network.step(rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0)
-    network.unroll(rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset)
-    monkeypatch.undo()
-    assert reads == []
-
-
 # Configuration. ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["feature_width", "hidden_width", "num_layers"])
-def test_a_size_below_one_is_refused(field):
-    with pytest.raises(ConfigError, match=rf"{field} of the policy network is 0, expected at least 1"):
-        TamiyoNetwork(menu(1), **{field: 0})
 
 
 @pytest.mark.parametrize(("width", "nearest"), [(100, 96), (1, 8), (15, 16)])

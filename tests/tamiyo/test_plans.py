@@ -1,22 +1,11 @@
 from dataclasses import replace
 
-from scripted_observations import engine_spec
+from scripted_observations import NAMES, engine_spec
 
 from esper.leyline.lifecycle import Head, LifecycleOp, Style
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Plan, Schedule, grid, neighbours
 
-NAMES = (
-    "noop",
-    "conv_light",
-    "attention",
-    "norm",
-    "depthwise",
-    "bottleneck",
-    "conv_small",
-    "conv_heavy",
-    *"abcdef"[:5],
-)
 SPEC = engine_spec(episode_length=60, min_training_epochs=10, blueprint_names=NAMES)
 GERMINATE, FOSSILIZE = LifecycleOp.GERMINATE, LifecycleOp.FOSSILIZE
 

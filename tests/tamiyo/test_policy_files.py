@@ -4,7 +4,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from scripted_observations import engine_spec
+from scripted_observations import NAMES, engine_spec
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HEADS, Head, LifecycleOp
@@ -13,17 +13,6 @@ from esper.tamiyo.policy_files import read_policy, script_of, write_policy
 from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule, single
 from esper.tamiyo.scripted import canonical_action
 
-NAMES = (
-    "noop",
-    "conv_light",
-    "attention",
-    "norm",
-    "depthwise",
-    "bottleneck",
-    "conv_small",
-    "conv_heavy",
-    *"abcdef"[:5],
-)
 SPEC = engine_spec(blueprint_names=NAMES)
 
 

@@ -9,7 +9,7 @@ numbers are drawn before, so one compiled graph serves a run.
 Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -49,8 +49,8 @@ from esper.leyline.tensor_dataclass import (
     tree_map,
     with_prefix,
 )
-from esper.simic.agent.advantages import Frozen, normalized
-from esper.simic.agent.ppo import PPOAgent, new_agent, run_ppo_updates
+from esper.simic.agent.advantages import Frozen, ObservationStatistics, RunningMeanVar, normalized
+from esper.simic.agent.ppo import PPOAgent, initial_adam_state, run_ppo_updates
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 from esper.simic.metrics import Read
@@ -156,6 +156,12 @@ _KEPT_OF_LAYER = 16
 """Numbers that an update keeps for each unit of a recurrent layer, and of the heads: gates, states, gradients."""
 
 
+def policy_network(menu: Menu, config: PPOConfig) -> TamiyoNetwork:
+    """The network that a configuration asks for, with weights of zero."""
+    sizes = {"feature_width": config.feature_width, "hidden_width": config.hidden_width}
+    return TamiyoNetwork(menu, **sizes, num_layers=config.num_layers)
+
+
 def policy_bytes(num_slots: int, config: PPOConfig) -> int:
     """Memory of a policy at the peak of an update, where it has most: weights and moments, old and new, and gradients.
 
@@ -163,51 +169,18 @@ def policy_bytes(num_slots: int, config: PPOConfig) -> int:
     """
     with torch.device("meta"):
         menu = Menu(places=torch.empty(num_slots, 8), seeds=torch.empty(num_slots, 1, 12))
-        network = TamiyoNetwork(
-            menu,
-            feature_width=config.feature_width,
-            hidden_width=config.hidden_width,
-            num_layers=config.num_layers,
-        )
+        network = policy_network(menu, config)
     return 16 * sum(weight.nbytes for weight in network.parameters())
 
 
-class _WithReward:
-    """The reward of a client: every call goes to `reward`."""
-
-    def __init__(self, reward: RewardProtocol[Any]) -> None:
-        self.reward = reward
-
-    @property
-    def terms(self) -> Sequence[str]:
-        """Names of the columns of a breakdown."""
-        return self.reward.terms
-
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
-        """The state of the reward at the start of an episode."""
-        return self.reward.initial_state(n, slots, steps, device)
-
-    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
-        """Reward one step."""
-        return self.reward.step(inputs, state)
-
-    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
-        """[N]: reward of the last row of a host that is rolled back now."""
-        return self.reward.rollback_reward(state)
-
-    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
-        """The state of the reward for hosts that are rolled back."""
-        return self.reward.reset_hosts(state, mask)
-
-
 @final
-class SimicClient(_WithReward):
+class SimicClient:
     """Policy and reward behind `ClientProtocol`; owns the network, its optimizer, the buffer and the statistics.
 
-    `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
-    host read here. `total_updates` is the length of the run, for the schedules. `policy_form` makes the policy step
-    eager or compiled. `ranks` share the hosts of a run, of which `spec` and the buffer have those of this one. Raises
-    ConfigError where the parts do not fit together.
+    `network` is that of `policy_network` for `spec` and the configuration, initialized. `read` brings the metrics of an
+    update to the host, the only host read here. `total_updates` is the length of the run, for the schedules.
+    `policy_form` makes the policy step eager or compiled. `ranks` share the hosts of a run, of which `spec` and the
+    buffer have those of this one. Raises ConfigError where an `EpisodeReward` has no term `terminal`.
     """
 
     def __init__(
@@ -223,17 +196,17 @@ class SimicClient(_WithReward):
         policy_form: Callable[[PolicyStep], PolicyFunction] = lambda step: step,
         ranks: Ranks | None = None,
     ) -> None:
-        if total_updates < 1:
-            raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
-        _require_fit(network, ppo_config, spec)
-        super().__init__(reward)
+        self.reward, self.terms, self.initial_state = reward, reward.terms, reward.initial_state
+        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
         self.spec, self.config = spec, ppo_config
         self.ranks = ranks or Ranks(spec.num_envs)
         self.device = torch.device(device)
         self._read = read
-        self.agent = new_agent(
-            network.to(self.device),
-            ppo_config,
+        self.agent = PPOAgent(
+            network=network.to(self.device),
+            optimizer=initial_adam_state(list(network.parameters())),
+            observations=ObservationStatistics(ppo_config.observation_momentum, self.device),
+            returns=RunningMeanVar(ppo_config.return_momentum, (), self.device),
             selectable=spec.selectable_mask().to(self.device),
             total_updates=total_updates,
         )
@@ -373,7 +346,7 @@ class SimicClient(_WithReward):
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
-        output, state = super().step(inputs, state)
+        output, state = self.reward.step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
             self._others_N = output.total - self._terminal_N
@@ -481,66 +454,18 @@ def _terminal_column(reward: RewardProtocol[Any]) -> int:
     return list(reward.terms).index("terminal")
 
 
-def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:
-    """Raise ConfigError unless the network fits the engine's slots and blueprints, and the configured sizes."""
-    found = (
-        network.num_slots,
-        network.num_blueprints,
-        network.feature_width,
-        network.hidden_width,
-        network.num_layers,
-    )
-    wanted = (spec.num_slots, spec.num_blueprints, config.feature_width, config.hidden_width, config.num_layers)
-    if found != wanted:
-        raise ConfigError(
-            f"the network has slots, blueprints, feature width, hidden width and layers {found}, but engine and ppo "
-            f"ask for {wanted}; build the network from the spec of the engine and the configuration of the run."
-        )
-
-
 @final
-class ScriptedClient(_WithReward):
+class ScriptedClient:
     """Any policy and any reward behind `ClientProtocol`; every method is that of one of the two."""
 
     def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
-        super().__init__(reward)
-        self.policy = policy
-
-    def initial_hidden(self, n: int) -> Hidden:
-        """Zeros, each [L, n, H]."""
-        return self.policy.initial_hidden(n)
-
-    def begin_rollout(self, episode: int, hosts: Tensor) -> None:
-        """Start an episode."""
-        self.policy.begin_rollout(episode, hosts)
-
-    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
-        """Choose the actions of a step."""
-        return self.policy.act(obs, deterministic=deterministic)
-
-    def store(self, step: StoredStep) -> None:
-        """Store one step."""
-        self.policy.store(step)
-
-    def bootstrap(self, obs: Observation) -> Tensor:
-        """Value [N] of the state after the last step."""
-        return self.policy.bootstrap(obs)
-
-    def rollback(self, mask: Tensor, reward: Tensor) -> None:
-        """The policy's answer to a rollback."""
-        self.policy.rollback(mask, reward)
+        self.policy, self.reward = policy, reward
+        self.initial_hidden, self.begin_rollout = policy.initial_hidden, policy.begin_rollout
+        self.act, self.store, self.bootstrap = policy.act, policy.store, policy.bootstrap
+        self.rollback, self.update = policy.rollback, policy.update
+        self.state_dict, self.load_state_dict = policy.state_dict, policy.load_state_dict
+        self.terms, self.initial_state, self.step = reward.terms, reward.initial_state, reward.step
+        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
 
     def finish(self, kept: KeptNetwork) -> None:
         """Nothing: a script has no rollout to correct."""
-
-    def update(self) -> Mapping[str, float]:
-        """The policy's metrics."""
-        return self.policy.update()
-
-    def state_dict(self) -> StateTree:
-        """The policy's state."""
-        return self.policy.state_dict()
-
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        self.policy.load_state_dict(state)

@@ -15,7 +15,7 @@ Functions are compiled before the first step; `graphs_compiled` counts recompila
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, final
@@ -130,7 +130,12 @@ class CompiledStep:
 
         def on_tensors(*tensors: Tensor) -> list[Tensor]:
             weights, arguments = dict(zip(self._weights, tensors, strict=False)), tensors[len(self._weights) :]
-            outputs, result = flatten(self._applied(weights, unflatten(form, arguments)))
+            given_again = unflatten(form, arguments)
+            if self._function is self._module:
+                returned = torch.func.functional_call(self._module, weights, given_again)
+            else:
+                returned = self._function(*given_again)
+            outputs, result = flatten(returned)
             places = {id(x): i for i, x in enumerate(arguments)}
             passed = tuple(places.get(id(x)) for x in outputs)
             results.append((passed, result))
@@ -146,8 +151,3 @@ class CompiledStep:
         except (RuntimeError, ImportError) as error:  # the errors of the compiler
             raise explained(self._name, error) from error
         return _Graph(run, *results[0])
-
-    def _applied(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
-        if self._function is self._module:
-            return torch.func.functional_call(self._module, dict(weights), arguments)
-        return self._function(*arguments)

@@ -11,9 +11,9 @@ Rows are reduced on the device and read once. A metric that is missing in all ro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -32,8 +32,7 @@ class Reducer(IntEnum):
     ANY = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
+class Metric(NamedTuple):
     """One metric; `weight` names the metric that weights the rows of a mean (equal weights if empty)."""
 
     name: str
@@ -42,7 +41,7 @@ class Metric:
 
 
 def _metrics(reducer: Reducer, *names: str, weight: str = "") -> tuple[Metric, ...]:
-    return tuple(Metric(name=name, reducer=reducer, weight=weight) for name in names)
+    return tuple(Metric(name, reducer, weight) for name in names)
 
 
 ENTROPIES = (*HEAD_NAMES, "parameters")
@@ -58,7 +57,7 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(Reducer.MEAN, "grad_norm"),
     *_metrics(Reducer.MAX, "epochs_done"),
     *_metrics(Reducer.SUM, *(f"steps_{name}" for name in ENTROPIES)),
-    *(Metric(name=f"entropy_{name}", reducer=Reducer.MEAN, weight=f"steps_{name}") for name in ENTROPIES),
+    *(Metric(f"entropy_{name}", Reducer.MEAN, f"steps_{name}") for name in ENTROPIES),
     *_metrics(Reducer.LAST, "approx_kl", "lr", "ent_coef", "vf_coef", "floor_scale", "inverse_temperature"),
     *_metrics(Reducer.LAST, "forced_share", "explained_variance", "value_mean", "value_std"),
     *_metrics(Reducer.LAST, "return_mean", "return_std", "return_scale", "advantage_mean", "advantage_std"),

@@ -24,7 +24,6 @@ description, F = feature width, H = recurrent width of a slot, L = recurrent lay
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -186,12 +185,17 @@ class TamiyoNetwork(nn.Module):
         num_layers: recurrent layers.
 
     Raises:
-        ConfigError: an invalid size.
+        ConfigError: the recurrent width is no multiple of 8.
     """
 
     def __init__(self, menu: Menu, *, feature_width: int = 128, hidden_width: int = 128, num_layers: int = 1) -> None:
         super().__init__()
-        _require_sizes(feature_width, hidden_width, num_layers)
+        if hidden_width % WIDTH_MULTIPLE:
+            nearest = max(WIDTH_MULTIPLE, round(hidden_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+            raise ConfigError(
+                f"hidden_width of the policy network is {hidden_width}, expected a multiple of {WIDTH_MULTIPLE}, "
+                f"because the value head divides it by 8; set ppo.hidden_width to {nearest}, the nearest that fits."
+            )
         self.feature_width, self.hidden_width, self.num_layers = feature_width, hidden_width, num_layers
         width, half = hidden_width, hidden_width // 2
         place, seed = menu.places.shape[-1], menu.seeds.shape[-1]
@@ -294,20 +298,6 @@ class TamiyoNetwork(nn.Module):
         return logits, self.value_net(of_all).squeeze(-1)
 
 
-def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> None:
-    """Raise ConfigError for an invalid size."""
-    sizes = {"feature_width": feature_width, "hidden_width": hidden_width, "num_layers": num_layers}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} of the policy network is {size}, expected at least 1; raise ppo.{name}.")
-    if hidden_width % WIDTH_MULTIPLE:
-        nearest = max(WIDTH_MULTIPLE, round(hidden_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
-        raise ConfigError(
-            f"hidden_width of the policy network is {hidden_width}, expected a multiple of {WIDTH_MULTIPLE}, because "
-            f"the value head divides it by 8; set ppo.hidden_width to {nearest}, the nearest that fits."
-        )
-
-
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear layer of zeros; the constructor of `nn.Linear` would draw from the global generator."""
     layer = nn.Linear(inputs, outputs, device="meta")
@@ -332,7 +322,8 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             module.reset_parameters()
 
     def orthogonal(weight: Tensor, gain: float) -> None:
-        _fill(weight, lambda fresh: nn.init.orthogonal_(fresh, gain, generator=generator))
+        """Drawn on the CPU, so that the numbers do not depend on the device."""
+        weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape), gain, generator=generator))
 
     outputs = (network.head_op, network.head_slot, network.head_values, network.head_blueprint)
     small_gains = dict.fromkeys(outputs, HEAD_OUTPUT_GAIN) | {network.value_net[-1]: VALUE_OUTPUT_GAIN}
@@ -346,8 +337,3 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             orthogonal(module.weight, small_gains.get(module, GAIN))
     for op, logit in INITIAL_OP_LOGITS.items():
         network.head_op.bias[op] = logit
-
-
-def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-    """Draw on the CPU, so that the numbers do not depend on the device."""
-    weight.copy_(draw(torch.empty(weight.shape)))

@@ -20,7 +20,7 @@ from itertools import combinations, groupby, pairwise
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, nearest
@@ -98,30 +98,6 @@ class Schedule:
                     f"schedule {self.id!r}: blueprint {blueprint} at step {entry.earliest} cannot be selected; "
                     f"choose one of {', '.join(map(str, spec.selectable))}."
                 )
-
-
-def single(spec: EngineSpec) -> Schedule:
-    """One `norm` seed in the first slot, fossilized at its first legal step."""
-    return Schedule(id="single", version=1, entries=_grow(spec, 0, NORM, germination=1))
-
-
-def fill(spec: EngineSpec) -> Schedule:
-    """A light seed in every slot, one after the other, each fossilized at its first legal step."""
-    cycle, blueprint = spec.min_training_epochs + 1, FILL_BLUEPRINT[spec.family]
-    grown = [_grow(spec, i, blueprint, germination=1 + i * cycle) for i in range(spec.num_slots)]
-    entries = sorted(
-        (entry for pair in grown for entry in pair),
-        key=lambda e: (e.earliest, e.op is not LifecycleOp.FOSSILIZE, e.action[Head.SLOT]),
-    )
-    return Schedule(id="fill", version=1, entries=tuple(entries))
-
-
-def _grow(spec: EngineSpec, slot: int, blueprint: int, *, germination: int) -> tuple[ScheduleEntry, ScheduleEntry]:
-    first_legal = germination + spec.min_training_epochs + TEMPO_TICKS[STANDARD] + 1
-    return (
-        ScheduleEntry(germination, canonical_action(LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint)),
-        ScheduleEntry(first_legal, canonical_action(LifecycleOp.FOSSILIZE, slot=slot)),
-    )
 
 
 @tensor_dataclass
@@ -268,12 +244,8 @@ class FollowRule:
     def _decided(self, obs: Observation, memory: Remaining) -> Remaining:
         if obs.t != self.rule.step:
             return memory
-        return replace(memory, which=1 - is_below(self._read(obs), self.rule.threshold).to(torch.int64))
-
-
-def is_below(feature: Float[Tensor, " N"], threshold: float) -> Bool[Tensor, " N"]:
-    """Whether each host is below the threshold; False where the feature is NaN. Compared in float64."""
-    return feature.to(torch.float64) < threshold
+        below_N = self._read(obs).to(torch.float64) < self.rule.threshold  # False for NaN
+        return replace(memory, which=1 - below_N.to(torch.int64))
 
 
 STARTS = (1, 3, 5, 10)
@@ -298,20 +270,20 @@ class Plan:
 
     def schedule(self, spec: EngineSpec) -> Schedule:
         """The plan as a schedule with a name in words."""
-        entries = [
-            ScheduleEntry(
-                self.start,
-                canonical_action(
-                    LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, style=self.style, tempo=self.tempo
-                ),
-            )
-            for slot, blueprint in self.seeds
-        ]
-        entries += [
+        return Schedule(id=self.words(spec), version=1, entries=self.entries(spec))
+
+    def entries(self, spec: EngineSpec) -> tuple[ScheduleEntry, ...]:
+        """All germinations, then all fossilizations."""
+        same = {"style": self.style, "tempo": self.tempo}
+        grown = (
+            ScheduleEntry(self.start, canonical_action(LifecycleOp.GERMINATE, slot=slot, blueprint=kind, **same))
+            for slot, kind in self.seeds
+        )
+        kept = (
             ScheduleEntry(self._fossilized(place, spec), canonical_action(LifecycleOp.FOSSILIZE, slot=slot))
             for place, (slot, _) in enumerate(self.seeds)
-        ]
-        return Schedule(id=self.words(spec), version=1, entries=tuple(entries))
+        )
+        return (*grown, *kept)
 
     def _fossilized(self, place: int, spec: EngineSpec) -> int:
         """Step of the FOSSILIZE of the seed number `place`, if seeds germinate one after the other."""
@@ -342,6 +314,22 @@ class Plan:
         if self.tempo != STANDARD:
             words.append(TEMPO_NAMES[self.tempo])
         return ", ".join(words)
+
+
+def single(spec: EngineSpec) -> Schedule:
+    """One `norm` seed in the first slot, fossilized at its first legal step."""
+    return Schedule(id="single", version=1, entries=Plan(seeds=((0, NORM),)).entries(spec))
+
+
+def fill(spec: EngineSpec) -> Schedule:
+    """A light seed in every slot, one after the other, each fossilized at its first legal step."""
+    cycle, blueprint = spec.min_training_epochs + 1, FILL_BLUEPRINT[spec.family]
+    plans = [Plan(seeds=((slot, blueprint),), start=1 + slot * cycle) for slot in range(spec.num_slots)]
+    entries = sorted(
+        (entry for plan in plans for entry in plan.entries(spec)),
+        key=lambda e: (e.earliest, e.op is not LifecycleOp.FOSSILIZE, e.action[Head.SLOT]),
+    )
+    return Schedule(id="fill", version=1, entries=tuple(entries))
 
 
 def grid(spec: EngineSpec) -> list[Plan]:

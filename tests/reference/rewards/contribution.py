@@ -1,7 +1,6 @@
 """Modes `shaped` and `escrow` for one host, in plain floats, written as the formulas are.
 
-Letters as in `scalar_row`; d is the discount of a harmful seed, rho the ratio penalty, T and D the target and the
-change of the escrow account.
+Letters as in `row`; d is the discount of a harmful seed, rho the ratio penalty.
 """
 
 import math
@@ -59,40 +58,36 @@ def raw_attribution(x: HostRow, w: RewardConfig) -> float:
     return combine(p, c, w) if c >= p else c
 
 
-def shaped_attribution(x: HostRow, w: RewardConfig) -> tuple[float, Terms]:
-    """Attribution of mode shaped before the ratio penalty, and what is reported of it."""
-    c, weight, factor = x.seed_contribution, w.contribution_weight, 1.0
-    fossil = x.has_seed and x.stage == SeedStage.FOSSILIZED
-    if fossil:
-        earned = 0.0
-    elif ok(c) and c < 0:
-        earned = weight * c
-    elif ok(c):
+def shaped_attribution(x: HostRow, w: RewardConfig) -> float:
+    """Attribution of mode shaped before the ratio penalty."""
+    c, weight = x.seed_contribution, w.contribution_weight
+    if x.has_seed and x.stage == SeedStage.FOSSILIZED:
+        return 0.0
+    if ok(c) and c < 0:
+        return weight * c
+    if ok(c):
         factor = timing(x.epoch - x.seed_age, w) if x.has_seed else 1.0
-        earned = weight * raw_attribution(x, w) * discount(x, w) * factor
-    elif x.has_seed and x.stage >= SeedStage.BLENDING and x.stage_improvement > 0:
-        earned = weight * w.proxy_confidence_factor * x.stage_improvement
-    else:
-        earned = 0.0
-    return earned, {"timing": factor, "escrow_target": 0.0, "escrow_delta": 0.0}
+        return weight * raw_attribution(x, w) * discount(x, w) * factor
+    if x.has_seed and x.stage >= SeedStage.BLENDING and x.stage_improvement > 0:
+        return weight * w.proxy_confidence_factor * x.stage_improvement
+    return 0.0
 
 
-def escrow_attribution(x: HostRow, w: RewardConfig, rho: float) -> tuple[float, Terms]:
-    """Attribution of mode escrow, and what is reported of it: target T and change D of the account."""
+def escrow_attribution(x: HostRow, w: RewardConfig, rho: float) -> tuple[float, float]:
+    """Attribution of mode escrow, and the change of the account."""
     c, account = x.seed_contribution, x.account
-    target, delta, earned = 0.0, 0.0, 0.0
     if x.action == LifecycleOp.PRUNE:
-        delta = earned = -account
-    elif x.has_seed and x.stage == SeedStage.FOSSILIZED:
-        target = account
-    elif ok(c) and c < 0:
-        delta = -account
-        earned = w.contribution_weight * c + delta
-    elif ok(c):
-        target = max(0.0, w.contribution_weight * raw_attribution(x, w) + rho)
-        bound = w.escrow_delta_clip or math.inf
-        delta = earned = clip(target - account, -bound, bound)
-    return earned, {"timing": 1.0, "escrow_target": target, "escrow_delta": delta}
+        return -account, -account
+    if x.has_seed and x.stage == SeedStage.FOSSILIZED:
+        return 0.0, 0.0
+    if ok(c) and c < 0:
+        return w.contribution_weight * c - account, -account
+    if not ok(c):
+        return 0.0, 0.0
+    target = max(0.0, w.contribution_weight * raw_attribution(x, w) + rho)
+    bound = w.escrow_delta_clip or math.inf
+    change = clip(target - account, -bound, bound)
+    return change, change
 
 
 def fossilize_value(x: HostRow, w: RewardConfig) -> float:
@@ -154,7 +149,7 @@ def contribution_reward(x: HostRow, w: RewardConfig) -> RowReward:
     escrow, seed = w.mode == "escrow", x.has_seed
     fossil = seed and x.stage == SeedStage.FOSSILIZED
     d, rho = discount(x, w), ratio_penalty(x, w)
-    ba, info = escrow_attribution(x, w, rho) if escrow else shaped_attribution(x, w)
+    ba, change = escrow_attribution(x, w, rho) if escrow else (shaped_attribution(x, w), 0.0)
     if op == LifecycleOp.FOSSILIZE and seed and g < 0:
         ba = 0.0
     if not escrow and op == LifecycleOp.PRUNE:
@@ -174,12 +169,8 @@ def contribution_reward(x: HostRow, w: RewardConfig) -> RowReward:
     terms["action"] = action_value(x, w)
     if x.last_step and not w.disable_terminal_reward:
         terms["terminal"] = w.terminal_acc_weight * x.val_acc
-    account = x.account
-    following = account + info["escrow_delta"]
-    info |= {"discount": d, "ratio_penalty": rho, "progress": progress(x, w), "growth": growth(x, w)}
-    info |= {"escrow_prev": account, "escrow_next": following}
     extreme = seed and ok(c) and g > 0 and rho != 0 and c > 0 and c / g >= w.hacking_ratio_threshold
-    return RowReward(terms=terms, info=info, escrow_next=following, flags=(extreme, entangled(x)))
+    return RowReward(terms=terms, escrow_next=x.account + change, flags=(extreme, entangled(x)))
 
 
 def costs(x: HostRow, w: RewardConfig) -> Terms:

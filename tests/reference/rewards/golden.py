@@ -12,19 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.errors import DataError
 from esper.leyline.lifecycle import LifecycleOp
-from esper.simic.rewards.modes import (
-    CREDIT_MODES,
-    REWARD_TERMS,
-    RewardOutput,
-    compute_reward_batched,
-    credit_of,
-    row_of,
-)
+from esper.simic.rewards.modes import REWARD_TERMS, RewardOutput, compute_reward_batched
 from esper.simic.rewards.reward_config import LossRewardConfig, RewardConfig
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DeferredPool, HostRow, RowReward, as_kind
@@ -41,11 +33,6 @@ _TERM_OF_COMPONENT = {
     "drip_this_epoch": "deferred_bonus",
 }  # fmt: skip
 _COST_OF_COMPONENT = {"occupancy_rent": "occupancy", "fossilized_rent": "fossil_upkeep"}
-_INFO_OF_COMPONENT = {
-    "attribution_discount": "discount", "ratio_penalty": "ratio_penalty", "timing_discount": "timing",
-    "growth_ratio": "growth", "progress_since_germination": "progress", "escrow_credit_prev": "escrow_prev",
-    "escrow_credit_target": "escrow_target", "escrow_delta": "escrow_delta", "escrow_credit_next": "escrow_next",
-}  # fmt: skip
 _SEED_FIELDS = {
     "stage": "stage", "epochs_in_stage": "epochs_in_stage", "previous_stage": "previous_stage",
     "previous_epochs_in_stage": "previous_epochs", "seed_age_epochs": "seed_age",
@@ -75,19 +62,18 @@ _ALREADY_PLURAL = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One recorded row. `terms` and `info` hold the breakdown of the file, under our names."""
+    """One recorded row. `terms` hold the breakdown of the file, under our names."""
 
     row: HostRow
     config: RewardConfig
     reward: float
     terms: Mapping[str, float]
-    info: Mapping[str, float]
     deferred_opened: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport:
-    """Largest absolute errors over total, terms and info of a file."""
+    """Largest absolute errors over total and terms of a file."""
 
     mode: str
     cases: int
@@ -119,10 +105,9 @@ def _case(case: Mapping[str, Any], config: RewardConfig) -> GoldenCase:
     components = case.get("components", {})
     terms = {ours: components[name] for name, ours in _TERM_OF_COMPONENT.items() if name in components}
     terms |= {ours: -components[name] for name, ours in _COST_OF_COMPONENT.items() if name in components}
-    info = {ours: _number(components[name]) for name, ours in _INFO_OF_COMPONENT.items() if name in components}
     opened = case.get("new_drip", {}).get("drip_scale", 0.0)
     row = row_of_case(case["inputs"])
-    return GoldenCase(row=row, config=config, reward=case["reward"], terms=terms, info=info, deferred_opened=opened)
+    return GoldenCase(row=row, config=config, reward=case["reward"], terms=terms, deferred_opened=opened)
 
 
 def _number(value: float | int | None) -> float | int:
@@ -178,34 +163,16 @@ def outputs_of(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype
     )
 
 
-def info_of(
-    rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64
-) -> Mapping[str, Float[Tensor, " N"]]:
-    """Quantities of `shaped` and `escrow` that are recorded but not part of the sum; none in other modes."""
-    if config.mode not in CREDIT_MODES:
-        return {}
-    given = dict(kernel_arguments(rows, dtype))
-    clocks = given.pop("epoch"), given.pop("max_epochs")
-    x = row_of(given, config.pack(), *clocks, config.mode, config.attribution)
-    credit = credit_of(x)
-    return {
-        "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
-        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
-        "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": credit.account + credit.change,
-    }  # fmt: skip
-
-
 def batched_rewards(cases: Sequence[GoldenCase], dtype: torch.dtype = torch.float64) -> list[RowReward]:
     """The kernel's output of each case, in the form of the scalar reference."""
     outputs: dict[int, RowReward] = {}
     for config in {case.config for case in cases}:
         chosen = [index for index, case in enumerate(cases) if case.config == config]
         rows = [cases[index].row for index in chosen]
-        out, info = outputs_of(rows, config, dtype), info_of(rows, config, dtype)
+        out = outputs_of(rows, config, dtype)
         for place, index in enumerate(chosen):
             outputs[index] = RowReward(
                 terms=dict(zip(REWARD_TERMS, out.breakdown[place].tolist(), strict=True)),
-                info={name: values[place].item() for name, values in info.items()},
                 deferred_opened=out.deferred_opened[place].item(),
             )
     return [outputs[index] for index in range(len(cases))]
@@ -215,7 +182,6 @@ def error_of(case: GoldenCase, got: RowReward) -> float:
     """Largest absolute difference between a recorded case and what an implementation returns; inf where NaN differs."""
     pairs = [(case.reward, got.total), (case.deferred_opened, got.deferred_opened)]
     pairs += [(want, got.terms.get(name, 0.0)) for name, want in case.terms.items()]
-    pairs += [(want, got.info[name]) for name, want in case.info.items()]
     return max(_difference(want, have) for want, have in pairs)
 
 

@@ -29,8 +29,8 @@ def reward_of_row(x: HostRow, config: RewardConfig) -> RowReward:
     return SCALAR_REWARDS[config.mode](x, config)
 
 
-def _plain(x: HostRow, terms: Terms, **info: float) -> RowReward:
-    return RowReward(terms=terms, info=info, escrow_next=x.account, flags=(False, entangled(x)))
+def _plain(x: HostRow, terms: Terms, **more: float) -> RowReward:
+    return RowReward(terms=terms, escrow_next=x.account, flags=(False, entangled(x)), **more)
 
 
 def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
@@ -49,8 +49,7 @@ def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
         measured = [pool for pool in x.deferred_pools if ok(pool.contribution)]
         instalments = [clip(pool.scale * pool.contribution, least, most) for pool in measured]
         terms["deferred_bonus"] = sum(instalments, start=0.0)
-    output = _plain(x, terms)
-    return RowReward(terms=terms, escrow_next=output.escrow_next, deferred_opened=opened, flags=output.flags)
+    return _plain(x, terms, deferred_opened=opened)
 
 
 def basic_fossilization(x: HostRow, w: RewardConfig) -> tuple[float, float]:
@@ -125,7 +124,7 @@ def objective_reward(x: HostRow, w: RewardConfig) -> RowReward:
     if x.last_step:
         committed = x.committed_acc if ok(x.committed_acc) else 0.0
         terms["terminal"] = objective_worth(x, w, committed, x.fossilized_params)
-    return _plain(x, terms, objective_potential=potential)
+    return _plain(x, terms, potential=potential)
 
 
 SCALAR_REWARDS: Mapping[str, Callable[[HostRow, RewardConfig], RowReward]] = {

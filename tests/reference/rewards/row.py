@@ -6,7 +6,7 @@ NaN is "not measured", and comparing with it is False.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from esper.leyline.lifecycle import STAGE_POTENTIAL
@@ -74,13 +74,13 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RowReward:
-    """Reward of a row; terms and info that a mode does not use are left out."""
+    """Reward of a row, without terms that the mode does not use; `potential` is that of mode objective."""
 
     terms: Terms
-    info: Terms = field(default_factory=dict)
     escrow_next: float = 0.0
     deferred_opened: float = 0.0
     flags: tuple[bool, bool] = (False, False)
+    potential: float = 0.0
 
     @property
     def total(self) -> float:

@@ -101,7 +101,7 @@ def step_of_host(x: HostStep, memory: HostMemory, w: RewardConfig) -> RowReward:
             terms["germination_refund"] = -refund(x, w, op)
     if output.deferred_opened > 0:
         memory.slots[x.target].deferred_scale = output.deferred_opened
-    memory.potential_before, memory.potential = memory.potential, output.info.get("objective_potential", 0.0)
+    memory.potential_before, memory.potential = memory.potential, output.potential
     return replace(output, terms=terms)
 
 

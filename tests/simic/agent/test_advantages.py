@@ -186,11 +186,6 @@ def test_an_invalid_step_of_a_copy_counts_as_nothing():
     assert paired_rewards(rows([2.0], [100.0], [4.0]), valid, 3).tolist()[::2] == [[0.0], [3.0]]
 
 
-def test_without_copies_rewards_stay():
-    rewards = rows([1.0, 2.0])
-    assert paired_rewards(rewards, torch.ones(1, 2, dtype=torch.bool), 1) is rewards
-
-
 def test_paired_rewards_of_copies_that_do_the_same_vanish():
     rewards = torch.randn(4, 5).repeat(3, 1)
     paired = paired_rewards(rewards, torch.ones(12, 5, dtype=torch.bool), 3)

@@ -10,6 +10,7 @@ from esper.simic.agent.ppo_config import (
     entropy_coefficient,
     floor_scale,
     inverse_temperature,
+    learning_rate,
     value_coefficient,
 )
 
@@ -31,7 +32,9 @@ from esper.simic.agent.ppo_config import (
         ("vf_coef_warmup", -1),
         ("return_momentum", 1.0),
         ("adam_betas", (0.9, 1.0)),
+        ("feature_width", 0),
         ("hidden_width", 0),
+        ("num_layers", 0),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(name, value):
@@ -47,6 +50,12 @@ def test_a_configuration_is_never_changed():
 def test_the_entropy_coefficient_falls_linearly_over_the_run():
     found = [entropy_coefficient(PPOConfig(), k, 101) for k in (0, 50, 100, 500)]
     assert found == pytest.approx([0.02, 0.015, 0.01, 0.01])
+
+
+def test_the_learning_rate_falls_in_equal_steps_to_its_final_fraction():
+    config = PPOConfig(lr=1e-3, lr_final_fraction=0.1)
+    assert [learning_rate(config, k, 4) for k in (0, 1, 3, 9)] == pytest.approx([1e-3, 0.7e-3, 1e-4, 1e-4])
+    assert learning_rate(PPOConfig(lr=1e-3), 9, 10) == 1e-3
 
 
 def test_the_value_coefficient_rises_over_ten_updates():

@@ -8,21 +8,18 @@ import torch
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
 from esper.simic.agent.losses import (
+    Losses,
     LossInputs,
     LossSums,
     LossWeights,
     approx_kl,
     clip_fraction,
-    entropy_loss,
-    floor_loss,
     head_entropies,
     largest_change,
     loss_sums,
     packed,
-    policy_loss,
     ppo_losses,
     unpacked,
-    value_loss,
 )
 from esper.tamiyo.heads import evaluate_heads, relevance
 from toys import even_logits
@@ -81,6 +78,11 @@ def with_an_invalid_step(x: LossInputs) -> LossInputs:
     return replace(x, valid=grown(x.valid, False), **changes)
 
 
+def losses(x: LossInputs) -> Losses:
+    """With all weights 1."""
+    return ppo_losses(sums(x), weights(entropy=1.0))
+
+
 def test_the_worked_example_of_all_terms():
     losses = ppo_losses(sums(four_steps()), weights())
     assert float(losses.policy) == pytest.approx(-0.936130, abs=1e-5)  # -0.583545 - 0.352585
@@ -122,11 +124,11 @@ def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
     # step 0: ratio 1.22 above the clip with A > 0: flat.   step 1 (op): ratio 0.82 with A < 0: inside, has a gradient
     # step 2: ratio 1.49 with A > 0: flat.                  step 1 (slot): ratio 0.74 with A < 0: clipped, flat
     log_prob = four_steps().log_prob.requires_grad_()
-    policy_loss(sums(four_steps(log_prob=log_prob))).backward()
+    losses(four_steps(log_prob=log_prob)).policy.backward()
     assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [1]
     assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0]
     log_prob.grad = None  # with the opposite advantages all of them went the wrong way, and are called back
-    policy_loss(sums(four_steps(log_prob=log_prob, advantages=-four_steps().advantages))).backward()
+    losses(four_steps(log_prob=log_prob, advantages=-four_steps().advantages)).policy.backward()
     assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [0, 1, 2]
     assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0, 1]
 
@@ -134,7 +136,7 @@ def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
 def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient():
     log_prob, entropy = four_steps().log_prob.requires_grad_(), four_steps().entropy.requires_grad_()
     x = four_steps(log_prob=log_prob, entropy=entropy, old_log_prob=log_prob.detach())
-    (policy_loss(sums(x)) + entropy_loss(sums(x))).backward()
+    (losses(x).policy + losses(x).entropy).backward()
     for gradient in (log_prob.grad, entropy.grad):
         assert gradient[0, 2, SLOT] == 0
         assert gradient[0, 2, OP] != 0
@@ -152,7 +154,7 @@ def test_forced_steps_weigh_a_fifth_in_the_value_loss():
     x = four_steps(
         values=row(1.0, 0.0, 0.0, 3.0), returns=torch.zeros(1, 4), valid=torch.tensor([[True, False, False, True]])
     )
-    assert float(value_loss(sums(x))) == pytest.approx(2.8 / 1.2 / 2)
+    assert float(losses(x).value) == pytest.approx(2.8 / 1.2 / 2)
 
 
 def test_the_entropy_bonus_weighs_the_heads():
@@ -160,7 +162,7 @@ def test_the_entropy_bonus_weighs_the_heads():
     entropy[0, 0, Head.BLUEPRINT], causal[0, 0, Head.BLUEPRINT] = 0.5, True
     entropy[0, 1, Head.STYLE], causal[0, 1, Head.STYLE] = 0.25, True
     x = four_steps(entropy=entropy, causal=causal)
-    assert float(entropy_loss(sums(x))) == pytest.approx(-(1.3 * 0.5 + 1.2 * 0.25))
+    assert float(losses(x).entropy) == pytest.approx(-(1.3 * 0.5 + 1.2 * 0.25))
 
 
 def test_the_floor_asks_for_entropy_where_a_head_is_available():
@@ -168,12 +170,8 @@ def test_the_floor_asks_for_entropy_where_a_head_is_available():
     entropy_avail = heads(op=[0.1, 0.3, 0.9, 0.9], slot=[0.5, 0.9, 0.9, 0.9])
     available = heads(op=[1, 1, 0, 1], slot=[1, 0, 0, 0]).bool()
     x = four_steps(entropy_avail=entropy_avail, available=available)
-    assert float(floor_loss(sums(x))) == pytest.approx(0.3 * 0.1**2)
+    assert float(losses(x).floor) == pytest.approx(0.3 * 0.1**2)
     assert float(ppo_losses(sums(x), weights(floor=1.5)).floor) == pytest.approx(1.5 * 0.3 * 0.1**2)
-
-
-def test_a_head_that_is_never_available_owes_no_entropy():
-    assert float(floor_loss(sums(four_steps()))) == 0.0
 
 
 def test_a_minibatch_without_a_valid_step_costs_nothing():
@@ -229,9 +227,9 @@ def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have
         forced=torch.zeros(1, 4, dtype=torch.bool),
     )  # fmt: skip
     speed = logits[Head.ALPHA_SPEED]
-    (elsewhere,) = torch.autograd.grad(policy_loss(sums(x)) + entropy_loss(sums(x)), speed, retain_graph=True)
+    (elsewhere,) = torch.autograd.grad(losses(x).policy + losses(x).entropy, speed, retain_graph=True)
     assert not elsewhere.any()
-    (gradient,) = torch.autograd.grad(floor_loss(sums(x)), speed)
+    (gradient,) = torch.autograd.grad(losses(x).floor, speed)
     with torch.no_grad():
         moved = [head - gradient / gradient.norm() if head is speed else head for head in logits]
         assert (evaluated(moved).entropy_avail > out.entropy_avail)[..., Head.ALPHA_SPEED].all()

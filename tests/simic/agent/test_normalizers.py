@@ -12,7 +12,6 @@ from esper.simic.agent.advantages import (
     discounted_returns,
     masked_moments,
     normalized,
-    scale_rewards,
 )
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim
 
@@ -104,24 +103,12 @@ def test_the_first_rollout_of_rewards_is_scaled_by_its_own_returns():
     running = RunningMeanVar(0.9)
     scale = running.scale_with(moments)
     assert float(scale) == pytest.approx(3.048926, abs=1e-6)
-    want = torch.tensor([[0.327984, 0, -0.327984, 0.655969], [0.327984, 0.655969, -3.279844, 0]])
-    torch.testing.assert_close(scale_rewards(rewards, scale), want, atol=1e-6, rtol=0)
     running.update(moments)
     assert running.scale_with(scalar_moments(0.0, 100.0)) == scale  # later rollouts: by what came before them
 
 
-def test_a_constant_return_does_not_divide_by_zero_and_no_reward_is_clipped():
-    scale = RunningMeanVar(0.9).scale_with(scalar_moments(2.0, 2.0))
-    assert float(scale) == pytest.approx(1e-4)
-    assert scale_rewards(torch.tensor([[2.0, -2.0, 0.0]]), scale)[0].tolist() == pytest.approx([20_000, -20_000, 0])
-
-
-def test_restored_statistics_normalize_bit_for_bit_alike():
-    running, other = RunningMeanVar(0.99, (2,)), RunningMeanVar(0.99, (2,))
-    running.update(masked_moments(torch.randn(7, 2, generator=torch.Generator().manual_seed(0)), torch.ones(7) > 0))
-    other.load_state_dict(running.state_dict())
-    x = torch.tensor([[0.1, -0.7]])
-    assert torch.equal(normalized(x, other.frozen), normalized(x, running.frozen))
+def test_a_constant_return_does_not_divide_by_zero():
+    assert float(RunningMeanVar(0.9).scale_with(scalar_moments(2.0, 2.0))) == pytest.approx(1e-4)
 
 
 def test_statistics_of_observations_are_those_of_hosts_and_of_all_slots_with_a_seed():

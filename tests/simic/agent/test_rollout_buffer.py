@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dry_run import CountedReads
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 
@@ -76,15 +76,12 @@ PENALTY = torch.tensor([-10.0, -20.0, -30.0])
 def test_columns_and_rows_of_the_same_steps_give_the_same_rollout(given):
     columns, rows = new_buffer(), new_buffer()
     steps = [column(t, valid=~only(t % N), reset=only(1)) for t in range(T)]
-    with CountedReads() as reads:
-        for t, step in enumerate(steps):
-            columns.put(t, Transition(**step))
-    for step in steps:
+    for t, step in enumerate(steps):
+        columns.put(t, Transition(**step))
         for host in range(N):
             row = {name: given(x[host]) if x[host].dim() == 0 else x[host] for name, x in step.items()}
             rows.add(host, **{name.removesuffix("s") if name in ("values", "rewards", "log_probs") else name: x
                               for name, x in row.items()})  # fmt: skip
-    assert reads.number == 0
     for buffer in (columns, rows):
         buffer.neutralize()
     assert same(columns, rows)
@@ -93,12 +90,11 @@ def test_columns_and_rows_of_the_same_steps_give_the_same_rollout(given):
         rows.add(0, **{name: x[0] for name, x in steps[0].items()})
 
 
-def test_a_row_is_added_without_a_read_and_its_fields_are_checked():
+def test_fields_of_a_row_are_checked_and_those_with_a_default_may_be_left_out():
     buffer, row = new_buffer(), {name: x[0] for name, x in column(0).items()}
-    with CountedReads() as reads:
-        buffer.add(1, **row)
-        buffer.add(1, **{name: row[name] for name in row if name not in ("terminal", "valid", "forced")})
-    assert (reads.number, buffer.num_steps) == (0, 2)
+    buffer.add(1, **row)
+    buffer.add(1, **{name: row[name] for name in row if name not in ("terminal", "valid", "forced")})
+    assert buffer.num_steps == 2
     assert buffer.rollout.valid.tolist() == [[False] * T, [True, True, False, False, False], [False] * T]
     with pytest.raises(TypeError, match="rewrads are missing or unknown"):
         buffer.add(0, **row, rewrad=0.0)
@@ -107,20 +103,33 @@ def test_a_row_is_added_without_a_read_and_its_fields_are_checked():
         buffer.add(0, **row)
 
 
+def test_an_invalid_row_is_neutral_whatever_was_put():
+    missing = torch.full((N,), float("nan"))
+    buffer, step = new_buffer(), column(3, valid=~only(1), reset=only(1), rewards=missing, bootstrap_values=missing)
+    buffer.put(3, Transition(**step))
+    buffer.neutralize()
+    row = {name: getattr(buffer.rollout, name)[1, 3] for name in step}
+    assert row.pop("actions").tolist() == list(CANONICAL_ACTION)
+    assert row.pop("legal").nonzero().tolist() == [[LifecycleOp.WAIT, 0]]
+    assert row.pop("reset")
+    assert not any(value.any() for value in row.values())
+    for name, values in step.items():
+        assert torch.equal(getattr(buffer.rollout, name)[[0, 2], 3].nan_to_num(7), values[[0, 2]].nan_to_num(7)), name
+
+
 def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
-    buffer, rows = new_buffer(), [Transition(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
-    marked, rewards = torch.rand(N, T) < 0.5, torch.zeros(N, T)
-    with CountedReads() as reads:
-        for t, row in enumerate(rows):
-            buffer.put(t, row)
-        buffer.neutralize()
-        buffer.roll_back(marked, rewards, ends=True)
-        buffer.add_final_reward(PENALTY, PENALTY, PENALTY)
-        buffer.compute_advantages_and_returns()
-        buffer.normalize_advantages()
-        buffer.sequences(torch.tensor([0, 2]))
-        buffer.reset()
-    assert reads.number == 0
+    buffer = new_buffer(device="meta")  # where there is nothing to be read
+    for t in range(T):
+        buffer.put(t, Transition(**column(t, valid=~only(1), reset=only(2))))
+    buffer.neutralize()
+    marked = torch.zeros(N, T, dtype=torch.bool, device="meta")
+    buffer.roll_back(marked, marked.float(), ends=True)
+    buffer.add_final_reward(*[PENALTY.to("meta")] * 3)
+    buffer.compute_advantages_and_returns()
+    buffer.normalize_advantages()
+    buffer.sequences(torch.zeros(2, dtype=torch.int64, device="meta"))
+    buffer.reset()
+    buffer.add(1, **{name: x[0] for name, x in column(0).items()})
 
 
 def test_a_rollback_ends_the_last_row_with_the_penalty():

@@ -6,6 +6,7 @@ import functools
 import torch
 
 from esper.leyline.messages import HostState, RewardInputs, SlotState
+from esper.leyline.tensor_dataclass import blank, tree_map
 from reference.rewards.row import DeferredPool, HostRow, as_kind
 from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
@@ -104,19 +105,10 @@ def replace_rows(rows, **changes):
     return [dataclasses.replace(row, **changes) for row in rows]
 
 
-def empty_record(kind, *shape: int, dtype=torch.float64):
-    """A dataclass of the given [N,S] with nothing measured: floats NaN, integers 0, booleans False."""
-    values = {}
-    for field in dataclasses.fields(kind):
-        width = (5,) if field.name.endswith("_hist") else ()
-        names = field.type.dtypes
-        if "bool" in names:
-            values[field.name] = torch.zeros(*shape, *width, dtype=torch.bool)
-        elif any(name.startswith("float") for name in names):
-            values[field.name] = torch.full((*shape, *width), NAN, dtype=dtype)
-        else:
-            values[field.name] = torch.zeros(*shape, *width, dtype=torch.int64)
-    return kind(**values)
+def empty_record(kind, sizes, dtype):
+    """A record with nothing measured: floats NaN, integers 0, booleans False."""
+    zeros = blank(kind, sizes, torch.device("cpu"))
+    return tree_map(lambda x: torch.full_like(x, NAN, dtype=dtype) if x.is_floating_point() else x, zeros)
 
 
 def reward_inputs(hosts: list[HostStep], dtype=torch.float64) -> RewardInputs:
@@ -135,7 +127,7 @@ def reward_inputs(hosts: list[HostStep], dtype=torch.float64) -> RewardInputs:
     whole = ("stage", "prev_stage", "epochs_in_stage", "prev_epochs", "age", "params")
     real = ("alpha", "acc_at_germination", "acc_at_stage_start", "interaction_sum")
     state = dataclasses.replace(
-        empty_record(SlotState, n, width, dtype=dtype),
+        empty_record(SlotState, {"N": n, "S": width}, dtype),
         **{name: slots(name) for name in whole},
         **{name: slots(name, dtype) for name in real},
         contribution=torch.where(measured, contribution, 9.0),
@@ -144,7 +136,7 @@ def reward_inputs(hosts: list[HostStep], dtype=torch.float64) -> RewardInputs:
     hist = [(*[NAN] * (5 - len(host.acc_hist)), *host.acc_hist) for host in hosts]
     measured_hosts = ("val_acc", "prev_val_acc", "val_loss", "prev_val_loss", "committed_acc", "cf_total")
     host_state = dataclasses.replace(
-        empty_record(HostState, n, dtype=dtype),
+        empty_record(HostState, {"N": n}, dtype),
         **{name: column(name) for name in measured_hosts},
         host_params=column("host_params", torch.int64),
         compute=epoch + column("compute_of_seeds"),

@@ -5,7 +5,14 @@ import torch
 
 from esper.leyline.errors import ConfigError, RegistryError
 from esper.runs.assembly.presets import resolve
-from esper.simic.rewards import LossRewardConfig, RewardConfig, compute_reward_batched, make_reward, register_reward
+from esper.simic.rewards import (
+    LossRewardConfig,
+    RewardConfig,
+    compute_reward_batched,
+    make_reward,
+    register_reward,
+    reward_traits,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -31,6 +38,7 @@ REFUSED = [
     (lambda: RewardConfig(mode="shapd"), ConfigError, 'reward.mode is "shapd"', "'shaped', 'escrow'"),
     (lambda: settings(mode="shapd"), ConfigError, "unknown reward 'shapd'", "did you mean 'shaped'?"),
     (lambda: make_reward("shapd"), RegistryError, "no reward is named 'shapd'", "did you mean 'shaped'?"),
+    (lambda: reward_traits("nothing like it"), RegistryError, "no reward is named", "known names"),
     (lambda: make_reward("sparse", RewardConfig()), ConfigError, "reward 'sparse' was given", "with_mode('sparse')"),
     (lambda: register_reward("sparse"), RegistryError, "'sparse' is registered already", "choose another name"),
     (lambda: RewardConfig(attribution="mean"), ConfigError, 'reward.attribution is "mean"', "or 'minimum'"),
@@ -45,6 +53,7 @@ REFUSED = [
     (lambda: RewardConfig(max_rent=None), ConfigError, "reward.max_rent is null", "a number."),
     (lambda: RewardConfig(free_slots=1.5), ConfigError, "reward.free_slots is 1.5", "a whole number."),
     (lambda: RewardConfig(disable_pbrs=1), ConfigError, "reward.disable_pbrs is 1", "true or false."),
+    (lambda: LossRewardConfig(typical_loss_delta_std=0.0), ConfigError, "typical_loss_delta_std is 0.0", "above 0"),
     (lambda: LossRewardConfig(target_loss=INF), ConfigError, "reward.loss.target_loss is inf", "a finite number."),
     (lambda: settings(max_rent=NAN), ConfigError, "reward.max_rent is nan", "a finite number."),
     (lambda: settings(rent_host_params_floor=0), ConfigError, "reward.rent_host_params_floor is 0", "at least 1"),

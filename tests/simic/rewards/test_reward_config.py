@@ -1,13 +1,22 @@
-"""The numbers of the rewards: order, defaults of the modes, and what cannot be."""
+"""The numbers of the rewards: order, defaults of the modes, and what cannot be; rewards of users."""
 
 import dataclasses
 import math
+import uuid
 
 import pytest
 import torch
 
 from esper.leyline.errors import ConfigError
-from esper.simic.rewards import MODES, LossRewardConfig, RewardConfig
+from esper.simic.rewards import (
+    MODES,
+    ObjectiveReward,
+    RewardConfig,
+    make_reward,
+    register_reward,
+    reward_names,
+    reward_traits,
+)
 from esper.simic.rewards.reward_config import WEIGHT_NAMES
 
 
@@ -62,13 +71,6 @@ def test_an_impossible_number_is_refused_by_name(name, value):
         RewardConfig(**{name: value})
 
 
-def test_an_impossible_loss_number_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"reward\.loss\.typical_loss_delta_std is 0\.0; it must be above 0"):
-        LossRewardConfig(typical_loss_delta_std=0.0)
-    with pytest.raises(ConfigError, match=r"reward\.loss\.baseline_loss is nan"):
-        LossRewardConfig(baseline_loss=math.nan)
-
-
 def test_basic_pays_its_bonus_at_once():
     with pytest.raises(ConfigError, match="basic_plus"):
         RewardConfig(mode="basic", deferred_fraction=0.5)
@@ -83,3 +85,15 @@ def test_a_configuration_never_changes_and_can_key_a_cache():
 def test_only_the_objective_ends_its_episodes_truly_and_only_basic_plus_watches_fossils():
     assert {mode for mode, traits in MODES.items() if traits.time_limit == "terminate"} == {"objective"}
     assert {mode for mode, traits in MODES.items() if traits.fossils_as_players} == {"basic_plus"}
+
+
+def test_a_user_can_register_a_reward_and_say_what_it_needs():
+    name = f"mine-{uuid.uuid4().hex}"
+
+    @register_reward(name, summary="the objective with other numbers", time_limit="terminate")
+    def build(config):
+        return ObjectiveReward(config.with_mode("objective"))
+
+    assert name in reward_names()
+    assert reward_traits(name).time_limit == "terminate"
+    assert make_reward(name, RewardConfig(objective_growth_weight=0.1)).config.objective_growth_weight == 0.1

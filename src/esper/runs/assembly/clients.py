@@ -14,13 +14,21 @@ from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.state_file import read_state, write_state
 from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.client import POLICY_PARTS, PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs
+from esper.simic.client import (
+    POLICY_PARTS,
+    PolicyFunction,
+    PolicyStep,
+    ScriptedClient,
+    SimicClient,
+    blank_inputs,
+    policy_network,
+)
 from esper.simic.compilation import CompiledStep
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.modes import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
 from esper.tamiyo.baselines import make_baseline
-from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.tamiyo.network import initialize
 from esper.tamiyo.policy_files import LEARNED_SUFFIX, read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tolaria.runtime import host_read
@@ -86,12 +94,7 @@ def learner_of(config: RunConfig, spec: EngineSpec, ranks: Ranks | None = None) 
     if config.policy:
         path = learned_path(config.policy)
         return learned_client(read_learned(path), path, config, spec, ranks)
-    network = TamiyoNetwork(
-        spec.menu,
-        feature_width=config.ppo.feature_width,
-        hidden_width=config.ppo.hidden_width,
-        num_layers=config.ppo.num_layers,
-    )
+    network = policy_network(spec.menu, config.ppo)
     initialize(network, config.seed)
     return SimicClient(
         network,

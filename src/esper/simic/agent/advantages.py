@@ -149,11 +149,6 @@ class ObservationStatistics:
         self.slot.load_state_dict(below("slot", state))
 
 
-def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:
-    """`r / scale` for all rows; no shift and no clip, so that returns keep their order."""
-    return (rewards / scale).to(rewards.dtype)
-
-
 ADVANTAGE_EPS = 1e-8
 
 
@@ -208,9 +203,8 @@ def paired_rewards(rewards: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], gr
     Copies have equal data and weights, so what a host owes to these cancels, and what the controller did remains. The
     mean leaves the host itself out, so it does not depend on the host's actions, and the expected policy gradient stays
     the same (Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019). Invalid steps count as 0.
+    `group_size` is at least 2.
     """
-    if group_size == 1:
-        return rewards
     counted_kDT = rewards.masked_fill(~valid, 0.0).view(group_size, -1, rewards.shape[1])
     others_kDT = (counted_kDT.sum(dim=0) - counted_kDT) / (group_size - 1)
     return rewards - others_kDT.flatten(0, 1)

@@ -114,35 +114,28 @@ def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
 
 
 def ppo_losses(sums: LossSums, weights: LossWeights) -> Losses:
-    """All terms of the loss of one minibatch, from the sums over its hosts."""
-    policy = policy_loss(sums)
-    value = value_loss(sums)
-    entropy = entropy_loss(sums)
-    floor = floor_loss(sums) * weights.floor
+    """All terms of the loss of one minibatch, from the sums over its hosts.
+
+    policy    clipped surrogate (Schulman et al., "Proximal policy optimization", 2017, eq. 7), summed over the heads
+    value     1/2 sum w (V - R)^2 / sum w; w is `forced_value_weight` on forced steps and 1 elsewhere
+    entropy   minus the weighted sum of the normalized entropies of the heads
+    floor     weighted squares of what the mean entropies of open heads lack to their floors
+    """
+    bonus, target, floor_weight = _entropy_columns(sums.entropy.device)
+    policy = -(sums.surrogate / sums.used.clamp_min(1)).sum()
+    value = 0.5 * sums.value / sums.value_weight.clamp_min(1e-6)
+    entropy = -(bonus * (sums.entropy / sums.used.clamp_min(1))).sum()
+    shortfall = (target - sums.available / sums.open.clamp_min(1)).clamp_min(0.0)
+    floor = (floor_weight * shortfall.square() * (sums.open > 0)).sum() * weights.floor
     total = policy + weights.value * value + weights.entropy * entropy + floor
     return Losses(policy=policy, value=value, entropy=entropy, floor=floor, total=total)
 
 
-def policy_loss(sums: LossSums) -> Float[Tensor, ""]:
-    """Clipped surrogate (Schulman et al., "Proximal policy optimization", 2017, eq. 7), summed over the heads."""
-    return -(sums.surrogate / sums.used.clamp_min(1)).sum()
-
-
-def value_loss(sums: LossSums) -> Float[Tensor, ""]:
-    """`1/2 sum w (V - R)^2 / sum w` over valid steps; w is `forced_value_weight` on forced steps and 1 elsewhere."""
-    return 0.5 * sums.value / sums.value_weight.clamp_min(1e-6)
-
-
-def entropy_loss(sums: LossSums) -> Float[Tensor, ""]:
-    """Minus the weighted sum of the normalized entropies of the heads."""
-    return -(_constants(sums.entropy.device).bonus * (sums.entropy / sums.used.clamp_min(1))).sum()
-
-
-def floor_loss(sums: LossSums) -> Float[Tensor, ""]:
-    """Weighted squares of what the mean entropies of open heads lack to their floors."""
-    constants = _constants(sums.entropy.device)
-    shortfall = (constants.floor - sums.available / sums.open.clamp_min(1)).clamp_min(0.0)
-    return (constants.floor_weight * shortfall.square() * (sums.open > 0)).sum()
+@lru_cache
+def _entropy_columns(device: torch.device) -> tuple[Tensor, ...]:
+    """Bonus, floor and weight of the floor of each head, [8] each."""
+    return torch.tensor([[getattr(head, name) for head in HEADS] for name in ("bonus", "floor", "floor_weight")],
+                        device=device).unbind()  # fmt: skip
 
 
 def approx_kl(sums: LossSums) -> Float[Tensor, ""]:
@@ -186,23 +179,6 @@ def unpacked(vector: Float[Tensor, " K"]) -> LossSums:
 _SHAPES = {name: x.shape for name, x in vars(blank(LossSums, {}, torch.device("cpu"))).items()}
 NUM_SUMS = sum(shape.numel() for shape in _SHAPES.values())
 """K."""
-
-
-@tensor_dataclass
-class _HeadConstants:
-    bonus: Float[Tensor, " 8"]
-    floor: Float[Tensor, " 8"]
-    floor_weight: Float[Tensor, " 8"]
-
-
-@lru_cache
-def _constants(device: torch.device) -> _HeadConstants:
-    """The entropy columns of `HEADS` on a device."""
-    return _HeadConstants(
-        bonus=torch.tensor([head.bonus for head in HEADS], device=device),
-        floor=torch.tensor([head.floor for head in HEADS], device=device),
-        floor_weight=torch.tensor([head.floor_weight for head in HEADS], device=device),
-    )
 
 
 def _log_ratio(x: LossInputs) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.errors import TrainingError
@@ -29,7 +29,6 @@ from esper.simic.agent.advantages import (
     discounted_returns,
     masked_moments,
     paired_rewards,
-    scale_rewards,
 )
 from esper.simic.agent.losses import (
     NUM_SUMS,
@@ -176,19 +175,6 @@ def health_row(hidden: Hidden, ranks: Ranks) -> Float[Tensor, " M"]:
     return metric_row(dict(zip(names, torch.cat((squares.sqrt(), largest)), strict=True)))
 
 
-def epoch_row(
-    divergence: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
-) -> Float[Tensor, " M"]:
-    """KL divergence of one epoch; NaN for an epoch after the early stop."""
-    return metric_row(
-        {
-            "approx_kl": torch.where(ran, divergence, torch.nan),
-            "epochs_done": torch.where(ran, epoch.to(divergence.dtype), torch.nan),
-            "stopped_early": exceeded,
-        }
-    )
-
-
 def minibatch_row(
     sums: LossSums,
     numbers: Mapping[str, Tensor],
@@ -261,19 +247,6 @@ class MinibatchResult:
     kl_weight: Float[Tensor, ""]
 
 
-def new_agent(network: TamiyoNetwork, config: PPOConfig, *, selectable: Tensor, total_updates: int) -> PPOAgent:
-    """An agent before its first update, on the device of `selectable`."""
-    device = selectable.device
-    return PPOAgent(
-        network=network,
-        optimizer=initial_adam_state(list(network.parameters())),
-        observations=ObservationStatistics(config.observation_momentum, device),
-        returns=RunningMeanVar(config.return_momentum, (), device),
-        selectable=selectable,
-        total_updates=total_updates,
-    )
-
-
 def run_ppo_updates(
     agent: PPOAgent,
     buffer: TamiyoRolloutBuffer,
@@ -297,7 +270,7 @@ def run_ppo_updates(
     accumulated_NT = discounted_returns(rewards_NT, rollout.terminal, rollout.truncated, rollout.valid, GAMMA)
     return_moments = masked_moments(accumulated_NT, rollout.valid, ranks)
     scale = agent.returns.scale_with(return_moments)
-    buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))
+    buffer.compute_advantages_and_returns(rewards_NT / scale)  # no shift and no clip: returns keep their order
     normalized = buffer.normalize_advantages(config.advantage_std_floor, ranks)
 
     weights = loss_weights(agent, config, rollout.rewards.device)
@@ -407,7 +380,9 @@ def _run_epochs(
         kl = torch.stack([result.kl_sum for result in results]).sum() / weight
         exceeded = kl > KL_STOP_FACTOR * config.target_kl
         rows += [result.metrics for result in results]
-        rows.append(epoch_row(kl, epoch, ran=~stopped, exceeded=exceeded))
+        of_epoch = {"approx_kl": kl, "epochs_done": epoch.to(kl.dtype)}
+        known = {name: torch.where(stopped, torch.nan, value) for name, value in of_epoch.items()}
+        rows.append(metric_row({**known, "stopped_early": exceeded}))
         stopped = stopped | exceeded
     return rows
 

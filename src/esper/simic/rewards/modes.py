@@ -175,13 +175,8 @@ class TargetRow:
 
     @computed_once
     def growth(self) -> Tensor:
-        """Occupied parameters in shares of the host's."""
-        return self.occupancy / self.host_floor
-
-    @computed_once
-    def host_floor(self) -> Tensor:
-        """Denominator of growth: the host's parameters, at least the configured floor."""
-        return torch.maximum(self.host_params, self.w["rent_host_params_floor"])
+        """Occupied parameters in shares of the host's, or of the configured floor where that is larger."""
+        return self.occupancy / torch.maximum(self.host_params, self.w["rent_host_params_floor"])
 
     @computed_once
     def added_params(self) -> Tensor:
@@ -312,22 +307,16 @@ UNSUPPORTED_PENALTY = -0.03
 class Credit:
     """Credit of the target slot in this step.
 
-    `attribution` before shaping and costs; `discount` factor of a harmful seed; `ratio_penalty` <= 0 of a contribution
-    that the gate signal does not support; `timing` factor of the germination; `progress` since germination, NaN where
-    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). Masks: `trusted` where
-    discount >= 0.5, `harmful` where a live seed has a negative gate signal.
+    `attribution` before shaping and costs; `ratio_penalty` <= 0 of a contribution that the gate signal does not
+    support; `account` after the step. Masks: `trusted` where the discount of a harmful seed is at least 0.5, `harmful`
+    where a live seed has a negative gate signal.
     """
 
     attribution: Tensor
-    discount: Tensor
     trusted: Tensor
     harmful: Tensor
     ratio_penalty: Tensor
-    timing: Tensor
-    progress: Tensor
     account: Tensor
-    target: Tensor
-    change: Tensor
 
 
 def timing(x: TargetRow, epochs: Tensor) -> Tensor:
@@ -359,8 +348,7 @@ def credit_of(x: TargetRow) -> Credit:
     """Credit of a step in mode `x.mode`."""
     harmful, escrow = x.seed * lt(x.g, 0), x.mode == "escrow"
     growing = not_(x.fossil)
-    one = torch.ones_like(x.c)
-    discount = one
+    discount = one = torch.ones_like(x.c)
     if not escrow:
         discount = select(harmful * x.c_known, torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"]), one)
     trusted = ge(discount, 0.5)
@@ -368,25 +356,18 @@ def credit_of(x: TargetRow) -> Credit:
     progress, account = number(x.given, "total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
         progress = progress - (x.known("val_accs") - number(x.given, "stable_val_accs"))
-    raw, harm, credited = (
-        raw_attribution(x, progress),
-        torch.clamp(x.c, max=0.0),
-        x.c_known * ge(x.c, 0) * growing,
-    )
-    target = change = x.zero
-    factor = one
+    raw, harm = raw_attribution(x, progress), torch.clamp(x.c, max=0.0)
+    credited = x.c_known * ge(x.c, 0) * growing
     if escrow:
-        target, change = _account(x, raw, penalty, account, credited, growing)
+        change = _account_change(x, raw, penalty, account, credited, growing)
+        account = account + change
         earned = change + x.w["contribution_weight"] * harm * growing * not_(x.prune)
         earned = earned * not_(x.fossilize * harmful)
     else:
         factor = select(credited * x.seed, timing(x, x.epoch - x.age), one)
         earned = x.w["contribution_weight"] * (harm + raw * discount * factor + _proxy(x))
         earned = (earned * not_(x.fossilize * harmful + 2 * x.prune) + penalty) * growing
-    return Credit(
-        attribution=earned, discount=discount, trusted=trusted, harmful=harmful, ratio_penalty=penalty, timing=factor,
-        progress=progress, account=account, target=target, change=change,
-    )  # fmt: skip
+    return Credit(attribution=earned, trusted=trusted, harmful=harmful, ratio_penalty=penalty, account=account)
 
 
 def _proxy(x: TargetRow) -> Tensor:
@@ -395,16 +376,16 @@ def _proxy(x: TargetRow) -> Tensor:
     return x.w["proxy_confidence_factor"] * torch.relu(x.known("stage_improvements")) * blended
 
 
-def _account(
+def _account_change(
     x: TargetRow, raw: Tensor, penalty: Tensor, account: Tensor, credited: Tensor, growing: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mode escrow: target balance and change; gains are bounded by the clip, losses are not."""
+) -> Tensor:
+    """Mode escrow: change of the account towards its target; gains are bounded by the clip, losses are not."""
     clip = x.w["escrow_delta_clip"]
     target = select(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * not_(x.prune)
     gap, bound = target - account, torch.where(clip > 0, clip, torch.inf)
     bounded = torch.minimum(torch.maximum(gap, -bound), bound)
     change = select(credited, bounded, gap * lt(x.c, 0) * growing)
-    return target, select(x.prune, -account, change)
+    return select(x.prune, -account, change)
 
 
 def contribution_terms(x: TargetRow, credit: Credit) -> dict[str, Tensor]:
@@ -724,7 +705,7 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     if mode in CREDIT_MODES:
         credit = credit_of(x)
         terms, suspected = contribution_terms(x, credit), suspected_ratio(x, credit)
-        escrow_next = credit.account + credit.change
+        escrow_next = credit.account
     else:
         terms = PLAIN_MODES[mode](x)
         opened = deferred_opened(x) if mode == "basic_plus" else x.zero

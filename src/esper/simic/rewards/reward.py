@@ -9,7 +9,7 @@ Pure, without host reads. Shape legend: N = hosts, S = slots, E = steps of an ep
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,11 +53,6 @@ def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
     return SlotSets(
         live=live, growing=growing, fossil=fossil, blended=blended, num_growing=num_growing, num_fossil=num_fossil
     )
-
-
-def at_target(values: Tensor, index_N1: Int[Tensor, "N 1"]) -> Tensor:
-    """[N]: `values[n, target[n]]` of values [N, S]; the index is `target[:, None]`."""
-    return values.gather(1, index_N1).squeeze(1)
 
 
 def parameters(
@@ -146,55 +141,68 @@ def reward_step(
     Returns:
         The reward in the dtype of `hosts.val_acc`, and the state for the next step.
     """
-    op_N = inputs.ops * inputs.success
-    index_N1 = inputs.target[:, None]
-    sets = slot_sets(inputs.slots.stage)
-    slots, dtype = inputs.slots, inputs.hosts.val_acc.dtype
+    sets, slots = slot_sets(inputs.slots.stage), inputs.slots
     old_NS = slots.contribution_step != inputs.epoch  # or never measured
-    measured_NS = slots.contribution.to(torch.float64).masked_fill(old_NS, torch.nan)
+    x = _Step(
+        inputs=inputs,
+        config=config,
+        op=inputs.ops * inputs.success,
+        index=inputs.target[:, None],
+        is_target=inputs.target[:, None] == torch.arange(slots.stage.shape[1], device=inputs.target.device),
+        sets=sets,
+        measured=slots.contribution.to(torch.float64).masked_fill(old_NS, torch.nan),
+    )
     params, alpha_NS, params_NS = parameters(inputs, sets, state, config)
-    output = kernel(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS), **params)
+    output = kernel(**_arguments(x, state), **params)
     total_N, extra = output.total, dict[str, Tensor]()
     after: dict[str, Tensor] = {"prev_alpha": alpha_NS, "prev_params": params_NS}
     if config.mode == "escrow":  # an account lives as long as its seed
-        written_NS = torch.where(_is_target(inputs), output.escrow_next[:, None], state.escrow)
+        written_NS = torch.where(x.is_target, output.escrow_next[:, None], state.escrow)
         after["escrow"] = torch.where(sets.live, written_NS, 0.0)
     if config.mode in CONTRIBUTION_MODES:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
-        extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N1, sets.live, measured_NS)
+        extra["hindsight"], after["ledger"] = _hindsight(x, state)
         if inputs.epoch == inputs.max_epochs:
-            extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
+            extra |= _at_the_end(x, after.get("escrow"))
     if config.mode == "basic_plus":  # a pool counts from the next step to the end of the episode
-        opened_N = torch.where(
-            output.deferred_opened > 0, output.deferred_opened, at_target(state.deferred_scale, index_N1)
-        )
-        after["deferred_scale"] = torch.where(_is_target(inputs), opened_N[:, None], state.deferred_scale)
+        opened_N = torch.where(output.deferred_opened > 0, output.deferred_opened, x.target(state.deferred_scale))
+        after["deferred_scale"] = torch.where(x.is_target, opened_N[:, None], state.deferred_scale)
     for name, value_N in extra.items():
         output.breakdown[:, _COLUMN[name]] = value_N
         total_N = total_N + value_N
+    dtype = inputs.hosts.val_acc.dtype
     reward = RewardOutput(total=total_N.to(dtype), breakdown=output.breakdown.to(dtype), flags=output.flags)
     return reward, replace(state, **after)
 
 
-def _arguments(
-    inputs: RewardInputs,
-    state: RewardState,
-    config: RewardConfig,
-    op_N: Tensor,
-    index_N1: Tensor,
-    sets: SlotSets,
-    measured_NS: Tensor,
-) -> dict[str, Any]:
+class _Step(NamedTuple):
+    """One step as its terms see it; `op` is WAIT where the operation was refused.
+
+    `is_target` marks the slot of the operation. It serves in the place of `scatter`: compiled for a CPU, PyTorch
+    2.13 moves a read of the scattered tensor before the scatter.
+    """
+
+    inputs: RewardInputs
+    config: RewardConfig
+    op: Int[Tensor, " N"]
+    index: Int[Tensor, "N 1"]
+    is_target: Bool[Tensor, "N S"]
+    sets: SlotSets
+    measured: Float[Tensor, "N S"]
+
+    def target(self, values_NS: Tensor) -> Tensor:
+        """[N]: the value of the target slot."""
+        return values_NS.gather(1, self.index).squeeze(1)
+
+
+def _arguments(x: _Step, state: RewardState) -> dict[str, Any]:
     """Arguments of the kernel; numbers are float64 and contiguous, steps are tensors, so that one graph serves all."""
-
-    def target(values_NS: Tensor) -> Tensor:
-        return at_target(values_NS, index_N1)
-
+    inputs, sets, config, target = x.inputs, x.sets, x.config, x.target
     hosts, slots, val_acc_N = inputs.hosts, inputs.slots, inputs.hosts.val_acc.to(torch.float64)
     escrow, deferred, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
     return {
-        "actions": op_N,
-        "seed_contributions": target(measured_NS),
+        "actions": x.op,
+        "seed_contributions": target(x.measured),
         "val_accs": val_acc_N,
         "acc_deltas": change(val_acc_N, hosts.prev_val_acc),
         "has_seed_mask": target(sets.live),
@@ -204,9 +212,9 @@ def _arguments(
         "seed_ages": target(slots.age),
         "previous_stages": target(slots.prev_stage),
         "previous_epochs": target(slots.prev_epochs),
-        "epoch": _as_tensor(inputs.epoch, op_N),
-        "max_epochs": _as_tensor(inputs.max_epochs, op_N),
-        "config_weights": packed_weights(config, op_N.device),
+        "epoch": _as_tensor(inputs.epoch, x.op),
+        "max_epochs": _as_tensor(inputs.max_epochs, x.op),
+        "config_weights": packed_weights(config, x.op.device),
         "mode": config.mode,
         "attribution": config.attribution,
         "counterfactual_improvements": hosts.cf_total.to(torch.float64),
@@ -219,7 +227,7 @@ def _arguments(
         "num_contributing": hosts.n_contributing.contiguous(),
         "committed_accs": hosts.committed_acc.to(torch.float64),
         "deferred_scales": state.deferred_scale if deferred else None,
-        "deferred_contributions": measured_NS if deferred else None,
+        "deferred_contributions": x.measured if deferred else None,
         "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
         "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
     }
@@ -229,62 +237,41 @@ def _as_tensor(clock: int | Tensor, like: Tensor) -> Tensor:
     return clock if isinstance(clock, Tensor) else like.new_full((), clock)
 
 
-def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
-    """The slot that each host's operation aims at, as a mask.
-
-    A mask, not `scatter`: compiled for a CPU, PyTorch 2.13 moves a read of the scattered tensor before the scatter.
-    """
-    slots = torch.arange(inputs.slots.stage.shape[1], device=inputs.target.device)
-    return inputs.target[:, None] == slots
-
-
-def _hindsight(
-    inputs: RewardInputs,
-    state: RewardState,
-    config: RewardConfig,
-    op_N: Tensor,
-    index_N1: Tensor,
-    live_NS: Tensor,
-    measured_NS: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Hindsight credit for helping other seeds: (term [N], next ledger [N,S,E]).
+def _hindsight(x: _Step, state: RewardState) -> tuple[Float[Tensor, " N"], Float[Tensor, "N S E"]]:
+    """Hindsight credit for helping other seeds, and the next ledger.
 
     min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)) when the seed is
     fossilized with a contribution c > 0; then the seed's row is cleared.
     """
-    assert isinstance(inputs.epoch, int), "the ledger has a column for each step"
-    now = inputs.epoch - 1
-    helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
+    epoch, config, live_NS = x.inputs.epoch, x.config, x.sets.live
+    assert isinstance(epoch, int), "the ledger has a column for each step"
+    helped_NS = torch.clamp(torch.nan_to_num(x.inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
     helped_NS = helped_NS * live_NS
-    known_NSE = state.ledger[..., : inputs.epoch]
-    row_NE = known_NSE.gather(1, index_N1[..., None].expand(-1, -1, inputs.epoch)).squeeze(1)
-    row_NE[:, now] = at_target(helped_NS, index_N1)
-    gain_N = torch.nan_to_num(at_target(measured_NS, index_N1), nan=0.0)
-    ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
+    known_NSE = state.ledger[..., :epoch]
+    row_NE = known_NSE.gather(1, x.index[..., None].expand(-1, -1, epoch)).squeeze(1)
+    row_NE[:, -1] = x.target(helped_NS)
+    gain_N = torch.nan_to_num(x.target(x.measured), nan=0.0)
+    ages_E = torch.arange(epoch - 1, -1, -1, device=x.op.device, dtype=torch.float64)
     credit_NE = torch.tanh(row_NE * (HINDSIGHT_SCALE * gain_N)[:, None]) * torch.pow(GAMMA, ages_E)
     credit_N = torch.clamp(config.hindsight_weight * credit_NE.sum(-1), max=config.hindsight_cap)
-    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, index_N1)
-    keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
+    fossilized_N = (x.op == int(LifecycleOp.FOSSILIZE)) & x.target(live_NS)
+    keep_NS = live_NS & ~(x.is_target & fossilized_N[:, None])
     ledger_NSE = state.ledger * keep_NS[..., None]
-    ledger_NSE[..., now] = helped_NS * keep_NS
+    ledger_NSE[..., epoch - 1] = helped_NS * keep_NS
     return credit_N * (fossilized_N & (gain_N > 0)), ledger_NSE
 
 
-def _at_the_end(
-    inputs: RewardInputs, escrow_NS: Tensor | None, config: RewardConfig, op_N: Tensor, growing_NS: Tensor
-) -> dict[str, Tensor]:
+def _at_the_end(x: _Step, escrow_NS: Tensor | None) -> dict[str, Tensor]:
     """Terms of the last step: forfeited accounts of growing seeds, potential of seeds that never blended."""
     extra: dict[str, Tensor] = {}
     if escrow_NS is not None:
-        extra["escrow_forfeit"] = -torch.where(growing_NS, escrow_NS, 0.0).sum(-1)
-    if not config.disable_pbrs:
-        stage_NS, age_NS = inputs.slots.stage, inputs.slots.age.to(torch.float64)
+        extra["escrow_forfeit"] = -torch.where(x.sets.growing, escrow_NS, 0.0).sum(-1)
+    if not x.config.disable_pbrs:
+        stage_NS, age_NS = x.inputs.slots.stage, x.inputs.slots.age.to(torch.float64)
         young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))
-        pruned_N = op_N == int(LifecycleOp.PRUNE)
-        gone_NS = _is_target(inputs) & pruned_N[:, None]
-        potential = config.pbrs_weight * NEW_SEED_POTENTIAL
-        due_NS = potential * torch.pow(GAMMA, 1.0 - age_NS)
-        extra["germination_refund"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
+        pruned_NS = x.is_target & (x.op == int(LifecycleOp.PRUNE))[:, None]
+        due_NS = x.config.pbrs_weight * NEW_SEED_POTENTIAL * torch.pow(GAMMA, 1.0 - age_NS)
+        extra["germination_refund"] = -torch.where(young_NS & ~pruned_NS, due_NS, 0.0).sum(-1)
     return extra
 
 
@@ -313,9 +300,7 @@ class ContributionReward:
         reward_step(blank, start, self.config, self._kernel)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
-        """Carried state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
-        if self.config.mode == "objective":
-            raise ConfigError("mode 'objective' is computed by ObjectiveReward; use make_reward('objective').")
+        """Carried state at the start of an episode of `steps` steps."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)

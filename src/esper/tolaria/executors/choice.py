@@ -53,7 +53,7 @@ def network_executor(
     if config.executor != "auto":
         return _build(config.executor, config, data), config.executor
     preferred: list[tuple[Taken, type[ConfigError]]] = []
-    if prefers_native(data):
+    if native_problem(data) is None and compiler() is not None:
         preferred.append(("native", ConfigError))
     if prefers_fused(data):
         preferred.append(("fused", StackingError))
@@ -153,11 +153,6 @@ def native_problem(data: HostData) -> str | None:
     if data.population.host_kind.template.global_rng:
         return f"the host draws from the global random generators, which compiled C++ has not; {out}"
     return None
-
-
-def prefers_native(data: HostData) -> bool:
-    """Whether "auto" tries the native executor: nothing is known against it, and there is a compiler."""
-    return native_problem(data) is None and compiler() is not None
 
 
 def pays(executor: NetworkExecutor) -> bool:

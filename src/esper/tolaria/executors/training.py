@@ -98,19 +98,15 @@ def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
     return isolated
 
 
-_ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
-
-
 def blend_order(structure: Structure) -> np.ndarray:
     """[N, S]: how a seed blends, as a rank: ADD, MULTIPLY, GATE, each first hidden and then active."""
-    algorithm = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
-    ranks: np.ndarray = 2 * algorithm + (structure.alpha > 0.0)
+    ranks: np.ndarray = 2 * structure.algorithm + (structure.alpha > 0.0)
     return ranks
 
 
 def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:
     """The algorithm of a rank, and whether the seed is active."""
-    return _ALGORITHMS[rank // 2], bool(rank % 2)
+    return Algorithm(rank // 2), bool(rank % 2)
 
 
 def begin_hosts(population: Population) -> TrainingCopy:

@@ -132,16 +132,6 @@ class Program:
             )
 
 
-class ShapeError(ValueError):
-    """Layers do not fit each other or their weights."""
-
-
-def expect(what: str, found: object, expected: object) -> None:
-    """Raise ShapeError unless the two are equal."""
-    if found != expected:
-        raise ShapeError(f"{what}: found {found}, expected {expected}")
-
-
 @final
 @dataclass
 class Assembler:
@@ -193,10 +183,6 @@ class Assembler:
         """Note that features of this shape are normalized over each of so many groups of them."""
         if math.prod(shape) == groups:
             self._single = shape
-
-    def barrier(self) -> None:
-        """End the program here; `Program.rest` goes on when the caller has the gradients of the outputs."""
-        self.emit(Operation.BARRIER)
 
     def program(self, masks: Sequence[int] = ()) -> Program:
         """The program written so far."""

@@ -15,7 +15,7 @@ from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
 from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce, softmax
-from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
+from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule
 from esper.tolaria.executors.native.program import Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     add,
@@ -340,9 +340,7 @@ def cumsum(low: Lowering, x: Any, dim: int, *, dtype: torch.dtype | None = None)
     sizes = (math.prod(x.dims[:dim]), x.dims[dim], math.prod(x.dims[dim + 1 :]))
     y = low.like(x)
     low.emit(Operation.RUNNING_SUM, x.rows, y.rows, sizes=sizes)
-    return low.result(
-        y, lambda g: low.into(x, lambda grad: low.emit(Operation.RUNNING_SUM, g, grad, sizes=sizes, flag=1)), x
-    )
+    return low.result(y, low.afresh(x, Operation.RUNNING_SUM, sizes=sizes, flag=1), x)
 
 
 def select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
@@ -425,7 +423,7 @@ def every(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind
 rule("any.dim", "any.dims")(partial(every, kind=LARGEST))
 
 
-@rule_of(torch.ops.esper.whole.default)
+@rule(torch.ops.esper.whole.default)
 def whole(low: Lowering, x: Any) -> Value:
     """Integers, which rows hold as they are; they have no gradient."""
     return replace(low.value(x), needs=False)
@@ -474,7 +472,7 @@ def unkeyed_dropout(low: Lowering, x: Any, p: float, training: bool) -> Any:
     return x
 
 
-@rule_of(torch.ops.esper.dropout.default)
+@rule(torch.ops.esper.dropout.default)
 def dropout(low: Lowering, x: Any, p: float, channels: bool) -> Value:
     """`Dropout.forward` in training."""
     x = low.value(x)
@@ -484,14 +482,10 @@ def dropout(low: Lowering, x: Any, p: float, channels: bool) -> Value:
     y, key = low.like(x), low.next_masks()
     options: dict[str, Any] = {"sizes": (each, x.size // each), "numbers": _draw_of(p)}
     low.emit(Operation.DROP, x.rows, key, y.rows, **options)
-    return low.result(
-        y,
-        lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)),
-        x,
-    )
+    return low.result(y, lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)), x)
 
 
-@rule_of(torch.ops.esper.dropped_attention.default)
+@rule(torch.ops.esper.dropped_attention.default)
 def dropped_attention(low: Lowering, q: Any, k: Any, v: Any, p: float) -> Value:
     """`Dropout.attend` of [B, heads, T, D]: causal attention with dropped weights."""
     if q.shape != k.shape or low.value(q).axis != 0 or low.value(q).outer != 1:

@@ -194,15 +194,6 @@ def test_every_subset_is_measured_for_shapley_reports():
     assert metrics.subset_acc[0, 4:].isnan().all()
 
 
-def test_too_many_seeds_for_shapley_measure_no_subset():
-    found = enumerate_coalitions(*hosts([6] * 7, [6] * 6 + [1]), shapley=True)
-    subset = found.split(found.names).subset
-    assert subset.shape == (2, 64)
-    assert (subset[0] == -1).all()
-    assert (subset[1] >= 0).all()
-    assert found.valid.sum(dim=1).tolist() == [9, 64]
-
-
 def test_nothing_is_read_back_from_the_device():
     stage, active = hosts([6, 4, 7], [1, 6, 6])
     with CountedReads() as reads:

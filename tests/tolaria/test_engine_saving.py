@@ -76,18 +76,6 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     assert bool(tree["control.governor.count"].eq(AT).all())
 
 
-def test_what_was_loaded_is_what_was_saved_before_anything_else_happens():
-    engine, client = stopped()
-    tree, policy = engine.state_dict(), client.state_dict()
-    other = tiny.engine(2, LENGTH)
-    heir = learner(other.spec)
-    other.load_state_dict(tree, heir)
-    heir.load_state_dict(policy)
-    assert same_tree(other.state_dict(), tree)
-    assert same_tree(heir.state_dict(), policy)
-    assert (other.episode, other.t) == (1, AT)
-
-
 def test_a_state_in_which_one_name_is_missing_is_refused_whichever_it_is():
     engine, client = stopped(of=NULL)
     tree, policy = engine.state_dict(), client.state_dict()

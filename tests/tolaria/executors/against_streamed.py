@@ -38,6 +38,13 @@ def fused(data):
 EXECUTORS = {"streamed": StreamedExecutor, "fused": fused, "native": NativeExecutor}
 
 
+def bench_of(executor: str, num_envs: int = 1, **settings: Any) -> Bench:
+    """A bench whose hosts this executor runs."""
+    bench = Bench(num_envs, **settings)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    return bench
+
+
 class Case(NamedTuple):
     """What grows on N hosts, for how many epochs, with which settings of the bench."""
 

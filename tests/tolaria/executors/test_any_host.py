@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 import torch
 from against_streamed import (
+    ALGORITHMS,
+    CONDITIONS,
     EXECUTORS,
     TWELVE,
+    bench_of,
     compare,
     grow_different_seeds,
     in_every_stage_and_blend,
@@ -16,11 +19,16 @@ from sklearn.metrics import r2_score
 
 import tiny
 import tokens
+from esper.kasmina.blueprints import names, selectable
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.hosts.module_host import ModuleHostSpec
+from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets.images import CropAndFlip
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
@@ -48,9 +56,7 @@ def token_settings(**changes) -> dict:
 
 
 def token_bench(num_envs: int = 1, executor: str = "streamed", settings=None, **changes) -> Bench:
-    bench = Bench(num_envs, **{**token_settings(**changes), **(settings or {})})
-    bench.executor = EXECUTORS[executor](bench.executor.data)
-    return bench
+    return bench_of(executor, num_envs, **{**token_settings(**changes), **(settings or {})})
 
 
 def regression() -> Dataset:
@@ -86,6 +92,52 @@ def test_convolutions_over_time_are_run_as_streamed(executor):
     compare(EXECUTORS[executor], grow, num_envs=3, host=host)
 
 
+@each_other
+@pytest.mark.parametrize("augmentation", [None, CropAndFlip(1)], ids=["plain", "augmented"])
+def test_hosts_that_unshuffle_wide_images_are_run_as_streamed(executor, augmentation):
+    size, generator = (6, 10), torch.Generator().manual_seed(6)  # 3x5 after it, which is odd
+    spec = CNNHostSpec(in_channels=2, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES, unshuffle=2)
+
+    def split(count: int) -> Split:
+        return Split(torch.randn(count, 2, *size, generator=generator), torch.arange(count) % CLASSES)
+
+    splits = {"train": split(40), "val": split(30), "test": split(20)}
+    data = Dataset(identity={"name": "wide"}, **splits, num_classes=CLASSES, augmentation=augmentation)
+    host = deterministic_build(lambda: CNNHost(spec, SLOTS, image_size=size))
+    compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, host=host, data=data)
+
+
+def transformer_settings(dropout: float = 0.0) -> dict:
+    spec = TransformerHostSpec(
+        vocabulary=tokens.VOCABULARY, width=8, heads=2, layers=2, segments=2, context=tokens.TOKENS, dropout=dropout
+    )
+    host = deterministic_build(lambda: TransformerHost(spec, ["r0c0", "r0c1"], tokens=tokens.TOKENS))
+    return {"host": host, "data": tokens.tokens(), "objective": tokens.OBJECTIVE}
+
+
+@each_other
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_transformer_with_every_blueprint_is_run_as_streamed(dropout, executor):
+    blueprints = [names()[index] for index in selectable(HostFamily.TRANSFORMER)]
+
+    def grow(bench: Bench) -> None:
+        for n, name in enumerate(blueprints):
+            stage, alpha = CONDITIONS[n % 4]
+            bench.grow("r0c0", name, stage, alpha=alpha, algorithm=ALGORITHMS[n % 3], hosts=[n])
+            algorithm = ALGORITHMS[n // 3 % 3]
+            bench.grow("r0c1", blueprints[n - 1], S.HOLDING, alpha=0.7, algorithm=algorithm, hosts=[n])
+
+    compare(EXECUTORS[executor], grow, num_envs=len(blueprints), **transformer_settings(dropout))
+
+
+def test_a_transformer_learns_and_its_hosts_are_drawn_apart():
+    bench = Bench(2, **transformer_settings())
+    weights = bench.population.host.params
+    assert not torch.equal(weights[0], weights[1])
+    first = bench.train().loss
+    assert (bench.train(15).loss < 0.9 * first).all()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_gates_that_see_later_tokens_and_gates_that_do_not_are_not_mistaken(causal):
     settings = token_settings()
@@ -113,24 +165,12 @@ def test_a_regression_on_images_is_run_as_streamed(executor):
     compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, **settings)
 
 
-def test_the_squared_error_of_a_host_is_what_plain_pytorch_computes():
-    bench = Bench(1, data=regression(), objective=MeanSquaredError(variance=8.0 / 9.0))
-    _, measured = bench.measure()
-    template, rows = bench.population.host_kind.template, bench.population.host
-    template.bind(rows.params[0], rows.buffers[0])
-    with torch.no_grad():
-        error = (template(bench.data.val.x, lambda slot, h: h) - bench.data.val.y).square().mean().item()
-    assert measured.loss.item() == pytest.approx(error, rel=1e-6)
-    assert measured.accuracy[0, 0].item() == pytest.approx(100.0 * (1.0 - error * 9.0 / 8.0), rel=1e-5)
-
-
 @each_executor
 def test_r2_of_each_split_is_that_of_scikit_learn_on_its_own_targets(executor):
     data, keep = regression(), slice(0, 23)  # classes 8, 8, 7, and a last batch of seven
     own = {"val": Split(data.val.x[keep], data.val.y[keep]), "test": Split(data.test.x[:10], data.test.y[:10] * 3.0)}
     data = dataclasses.replace(data, **own)
-    bench = Bench(2, data=data, objective=MeanSquaredError(variance=8.0 / 9.0))
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = bench_of(executor, 2, data=data, objective=MeanSquaredError(variance=8.0 / 9.0))
     bench.train()
     template, rows = bench.population.host_kind.template, bench.population.host
     found = {name: bench.executor.committed(name, bench.slots).accuracy[:, 0].tolist() for name in own}
@@ -151,8 +191,7 @@ def test_a_metric_of_the_users_that_is_nan_gives_no_points_and_no_loss(executor)
         return torch.where(targets == 2, 0.0 / torch.zeros(len(outputs)), 100.0)
 
     objective = WithMetric(objective=Classification(CLASSES), metric=broken, unit="points")
-    bench = Bench(1, objective=objective)
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = bench_of(executor, objective=objective)
     _, measured = bench.measure()
     assert measured.accuracy[0, 0] == 0.0
     assert measured.loss.isnan().all()
@@ -173,12 +212,6 @@ def test_a_token_host_gets_the_accuracy_and_loss_of_its_counted_tokens(executor)
         loss = torch.nn.functional.cross_entropy(logits[counts], val.y[counts]).item()
         assert measured.accuracy[n, 0].item() == pytest.approx(100.0 * hits, rel=1e-6)
         assert measured.loss[n].item() == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_token_host_learns():
-    bench = token_bench(2, "fused")
-    first = bench.train().loss
-    assert (bench.train(15).loss < 0.8 * first).all()
 
 
 # -- alone as among others --------------------------------------------------------------------------------------------
@@ -218,8 +251,7 @@ def test_masks_of_host_dropout_differ_from_step_to_step(executor):
 
 @each_executor
 def test_a_cnn_is_measured_the_same_with_and_without_shared_prefixes(executor):
-    bench = tiny.with_players(Bench(2))
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = tiny.with_players(bench_of(executor, 2))
     found, want = bench.measure(shapley=True)
     bench.executor.data.host.shares_prefixes = False
     _, measured = bench.measure(shapley=True)
@@ -290,9 +322,6 @@ def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_me
         weight = torch.tensor(mask)
         (found,) = torch.autograd.grad(errors * weight, errors, mean_factor(weight.sum()).expand(4))
         assert found.tolist() == want
-
-
-# -- steps of some batches --------------------------------------------------------------------------------------------
 
 
 # -- which executor, and what is refused ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import TWELVE, compare, fused, grow_different_seeds, in_every_stage_and_blend
+from against_streamed import TWELVE, bench_of, compare, fused, grow_different_seeds, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tiny
@@ -37,10 +37,8 @@ def test_fused_is_streamed_for_a_seed_behind_and_before_frozen_layers_in_every_s
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 @pytest.mark.parametrize("optimizer", [SGD, tiny.adamw()], ids=["sgd", "adamw"])
 def test_what_is_frozen_keeps_every_bit_and_has_no_optimizer_state(executor, optimizer):
-    bench = Bench(2, host=host(), optimizer=optimizer)
+    bench = bench_of(executor, 2, host=host(), optimizer=optimizer)
     p = bench.population
-    if executor == "fused":
-        bench.executor = fused(bench.executor.data)
     bench.grow("r1c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     before, shared = bench.host_params(1), copy.deepcopy(p.host_kind.template.shared)
     bench.train(3)
@@ -96,9 +94,7 @@ def test_a_frozen_host_is_trained_as_plain_pytorch_trains_it(still):
 
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_host_with_nothing_to_train_is_measured_and_trains_its_seeds(executor):
-    bench = Bench(2, host=host(head=False))
-    if executor == "fused":
-        bench.executor = fused(bench.executor.data)
+    bench = bench_of(executor, 2, host=host(head=False))
     alone = bench.train()
     assert torch.isfinite(alone.loss).all()
     bench.grow("r1c0", "conv_light", SeedStage.TRAINING, hosts=[1])

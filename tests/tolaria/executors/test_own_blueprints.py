@@ -17,7 +17,7 @@ from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
-from tiny import Bench, bit_equal, engine, same_tree
+from tiny import Bench, bit_equal, engine, same_tree, task
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
 
@@ -195,6 +195,25 @@ def test_blueprints_that_cannot_be_stacked_are_refused_or_run_host_by_host():
 
 
 # -- what cannot grow -------------------------------------------------------------------------------------------------
+
+
+class PooledNorm(nn.Module):
+    """Shifts each channel by its mean over the image, normalized over the batch."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.norm(h.mean(dim=(2, 3)))[:, :, None, None]
+
+
+def test_a_blueprint_that_normalizes_single_values_needs_batches_of_two():
+    with registered(PooledNorm):
+        of = task(batch_train=32, last_batch="keep")
+        assert registry.names().index("own") in engine(of=of).spec.selectable
+        with pytest.raises(ConfigError, match=r"blueprint 'own' .* \(1, .*more than 1 value.*give a larger batch"):
+            engine(of=task(batch_train=1))
 
 
 class Shuffled(nn.Conv2d):

@@ -54,15 +54,6 @@ def test_host_and_seed_are_clipped_each_by_its_own_norm_gate_included(name):
     check_epochs(name, hosts=2, epochs=2, loudness=100.0, optimizer=replace(SGD, grad_clip=0.005))
 
 
-def test_an_epoch_equals_plain_training_with_two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        check_epochs("half-blended gate", hosts=1, epochs=1)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_seeds_in_all_slots_train_side_by_side_like_plain_modules():
     bench = Bench(1)
     bench.grow("r0c0", "conv_light", S.FOSSILIZED, alpha=1.0)
@@ -171,6 +162,3 @@ def test_a_layer_that_gets_no_gradient_lowers_the_health_of_its_seed():
 def test_without_seeds_no_statistic_is_measured():
     outputs = Bench(2).train()
     assert bool(outputs.grad_norm.isnan().all() & outputs.grad_health.isnan().all() & outputs.grad_ratio.isnan().all())
-
-
-# -- hosts do not know each other -----------------------------------------------------------------------------------

@@ -121,25 +121,6 @@ def test_a_host_under_suspicion_goes_on_to_its_panic_after_it_was_taken_up_again
         assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
 
 
-def test_the_statistics_that_are_saved_are_used():
-    engine, client = stopped(of=NULL)
-    tree, policy = engine.state_dict(), client.state_dict()
-
-    def features(policy):
-        other = tiny.engine(2, LENGTH, of=NULL)
-        heir = learner(other.spec)
-        other.load_state_dict(tree, heir)
-        heir.load_state_dict(policy)
-        other.step(heir)
-        return heir.buffer.rollout.values[:, AT].clone(), heir.hidden.h.clone()
-
-    value, hidden = features(policy)
-    for name in ("observations.host.mean", "rollout.h", "rollout.c"):
-        changed = features(policy | {name: policy[name] + 0.5})
-        assert not torch.equal(changed[0], value), name
-        assert not torch.equal(changed[1], hidden), name
-
-
 def test_the_state_of_one_host_is_continued_by_an_engine_of_that_host_alone():
     mixed = MixedImages(num_classes=tiny.CLASSES, classes=(2, 3), fractions=(0.5, 1.0))
     of = tiny.task(instances=mixed, batches_per_step=2)

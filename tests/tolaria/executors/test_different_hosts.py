@@ -118,20 +118,6 @@ def test_copies_of_scripted_hosts_are_the_same_host():
     assert len(set(stats.val_acc.tolist())) == 3
 
 
-def test_a_restored_episode_has_the_same_instances():
-    of = task()
-    client = script(3, 4, {})
-    whole, first, second = (tiny.engine(3, 4, of=of) for _ in range(3))
-    for engine in (whole, first):
-        engine.reset(ToyClient(engine.spec, client), 2)
-    for _ in range(2):
-        first.step(ToyClient(first.spec, client))
-    toy = ToyClient(second.spec, client)
-    second.load_state_dict(first.state_dict(), toy)
-    found, want = second.rollout(toy), whole.rollout(ToyClient(whole.spec, client))
-    assert np.array_equal(found.committed_acc, want.committed_acc)
-
-
 def test_the_test_split_is_that_of_the_host():
     engine = tiny.engine(3, 2, of=task())
     client = ToyClient(engine.spec, script(3, 2, {}))

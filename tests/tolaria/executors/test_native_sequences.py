@@ -159,7 +159,9 @@ UNLIKE = {
     "shared_keys": lambda s, x: F.scaled_dot_product_attention(heads(x), heads(x)[:, :1], heads(x)[:, :1]),
     "learned_bias": lambda s, x: F.scaled_dot_product_attention(*(heads(x),) * 3, attn_mask=s.w[:TOKENS, :TOKENS]),
     "hidden_first_keys": lambda s, x: F.scaled_dot_product_attention(
-        x, *(x.repeat(1, 6, 1),) * 2, attn_mask=torch.zeros(TOKENS, 42).masked_fill(torch.arange(42) < 35, -math.inf)
+        x,
+        *(torch.cat([x] * 6, 1),) * 2,
+        attn_mask=torch.zeros(TOKENS, 42).masked_fill(torch.arange(42) < 35, -math.inf),
     ),
 }
 """Attention of tensors of other shapes; of 42 keys those of the first blocks do not count."""
@@ -246,18 +248,18 @@ WITHOUT_RULE = [
     (lambda s, x: F.scaled_dot_product_attention(x, x, x, attn_mask=LATER), "leaves a query no key"),
     (lambda s, x: F.scaled_dot_product_attention(*(x.transpose(0, 1),) * 3), "between examples"),
     (lambda s, x: s.drop(x.transpose(0, 1)).transpose(0, 1), "first axis is not that of the examples"),
-    (lambda s, x: x.transpose(0, 1) @ x.transpose(0, 1).mT, ""),
-    (lambda s, x: torch.einsum("btd,bsd->ts", x, x), ""),
-    (lambda s, x: torch.einsum("btd,csd->btcs", x, x), ""),
-    (lambda s, x: torch.einsum("btt->bt", x[..., :TOKENS]), ""),
-    (lambda s, x: torch.einsum("b...,b...->b", x, x), ""),
-    (lambda s, x: torch.einsum("btd,dh,he->bte", x, s.w, s.w.t()), ""),
-    (lambda s, x: x.cumsum(0), ""),
-    (lambda s, x: x.cumsum(1, dtype=torch.float64).to(x.dtype), ""),
-    (lambda s, x: x.sum(1, dtype=torch.float64).to(x.dtype), ""),
-    (lambda s, x: ((x > 0) + (x > 1)) * x, ""),
-    (lambda s, x: x.masked_fill(torch.arange(len(x))[:, None, None] > 1, 0.0), ""),
-    (lambda s, x: F.dropout(x, 0.5), ""),
+    (lambda s, x: x.transpose(0, 1) @ x.transpose(0, 1).mT, "lie along other axes"),
+    (lambda s, x: torch.einsum("btd,bsd->ts", x, x), "lie along other axes"),
+    (lambda s, x: torch.einsum("btd,csd->btcs", x, x), "lie along other axes"),
+    (lambda s, x: torch.einsum("btt->bt", x[..., :TOKENS]), "the sum"),
+    (lambda s, x: torch.einsum("b...,b...->b", x, x), "the sum"),
+    (lambda s, x: torch.einsum("btd,dh,he->bte", x, s.w, s.w.t()), "the sum"),
+    (lambda s, x: x.cumsum(0), "over the examples of a batch"),
+    (lambda s, x: x.cumsum(1, dtype=torch.float64).to(x.dtype), "conversion to torch.float64"),
+    (lambda s, x: x.sum(1, dtype=torch.float64).to(x.dtype), "conversion to torch.float64"),
+    (lambda s, x: ((x > 0) + (x > 1)) * x, "sum of truth values"),
+    (lambda s, x: x.masked_fill(torch.arange(len(x))[:, None, None] > 1, 0.0), "entry for each example"),
+    (lambda s, x: F.dropout(x, 0.5), "global generator"),
 ]
 
 

@@ -137,10 +137,8 @@ def test_fused_is_streamed_for_a_network_that_runs_through_vmap(network, togethe
 
 
 @pytest.mark.parametrize(
-    ("network", "slot", "blueprint"),
-    [(Reader, "r0c1", "token_mlp"), (Recurrent, "r1c0", "token_scale"), (Normed, "r0c0", "token_mlp"),
-     (Einsum, "r1c0", "token_scale")],
-)  # fmt: skip
+    ("network", "slot", "blueprint"), [(Reader, "r0c1", "token_mlp"), (Einsum, "r1c0", "token_scale")]
+)
 def test_fused_is_streamed_inside_vmap_in_every_stage_and_blend(network, blueprint, slot):
     compare_fused(network, in_every_stage_and_blend(blueprint, slot), True, TWELVE, epochs=1)
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from esper.tolaria.executors.native.functions import FUNCTIONS, Function, activate, completed
 from esper.tolaria.executors.native.lowering import RULES, Dims, Lowering, Value, Weight, rule
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.program import WIDEST, Operation, Place, Rows
 from esper.tolaria.executors.native.rules import mul, permute
 from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, joined, only_user
 
@@ -127,13 +127,9 @@ def _normalize(low: Lowering, x: Value, groups: Dims, weight: Any, bias: Any, sh
     low.emit(Operation.GROUP_NORM, *of_x, y.rows, sizes=groups, flag=function, numbers=numbers)
     if not low.trains(x, w, b, gamma):
         return y
-    after = *(low.grad_of(of) for of in (w, b, gamma)), low.a.scratch(weights * 3 * _WIDEST)
+    after = *(low.grad_of(of) for of in (w, b, gamma)), low.a.scratch(weights * 3 * WIDEST)
     options: dict[str, Any] = {"sizes": groups, "flag": function, "numbers": numbers}
     return low.leaf(y, low.in_place(x, Operation.GROUP_NORM_BACKWARD, *of_x, after=after, **options))
-
-
-_WIDEST = 16
-"""Numbers of the longest vectors of a processor."""
 
 
 def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,

@@ -20,8 +20,9 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-_WHOLE_ROWS: Final = 16
-"""Chunks are multiples of this many examples, so that no row is padded (LANES of lanes.h is 8 or 16)."""
+WIDEST: Final = 16
+"""Most lanes that a kernel treats at once (LANES of lanes.h is 8 or 16). Chunks of examples are multiples of it, so
+that no row is padded."""
 _SIZES, _NUMBERS, _OPERANDS = 26, 6, 12
 
 INSTRUCTION: Final = np.dtype(
@@ -121,7 +122,7 @@ class Program:
     @property
     def chunk(self) -> int:
         """Examples of a batch that pass through the layers together, so that their features stay in a core's cache."""
-        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // _WHOLE_ROWS, 1) * _WHOLE_ROWS
+        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // WIDEST, 1) * WIDEST
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""

@@ -16,7 +16,7 @@ from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
 from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce, softmax
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.program import WIDEST, Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     add,
     batched,
@@ -36,9 +36,7 @@ from esper.tolaria.executors.native.trace import FUSIONS, aten, part
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
-_WIDEST: Final = 16
-"""Lanes that a kernel treats at once."""
-_EXACT: Final = 2**24
+EXACT: Final = 2**24
 """Whole numbers up to here are exact in float32."""
 
 
@@ -53,7 +51,7 @@ def embedding(low: Lowering, weight: Any, tokens: Any, padding_idx: int = -1, sc
         raise low.refuse("an embedding whose gradient is sparse or depends on how often a token occurs")
     x = low.value(tokens)
     entries, each = weight.shape
-    if entries > _EXACT:
+    if entries > EXACT:
         raise low.refuse(f"a table of {entries} entries")
     if isinstance(tokens, Tensor) and isinstance(weight, Weight) and padding_idx < 0 and tokens.numel():
         first = int(tokens.flatten()[0])
@@ -115,7 +113,7 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scal
     stats = low.rows(2 * heads * queries) if trains else None
     # rows of q, k, v, y; or of q, k, v, g and three gradients, and a number for each query
     packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
-    scratch = low.a.scratch(packed * _WIDEST)
+    scratch = low.a.scratch(packed * WIDEST)
     options: dict[str, Any] = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
     low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)
 

@@ -20,13 +20,10 @@ def numbered(n_train: int = 10, n_val: int = 7, n_test: int = 5) -> Dataset:
     """Example i of a split is an image of 1x2x2 whose pixels are all i, with the label i."""
 
     def split(n: int) -> Split:
-        return Split(
-            torch.arange(n, dtype=torch.float32)[:, None, None, None].expand(-1, 1, 2, 2).clone(), torch.arange(n)
-        )
+        return Split(torch.arange(float(n))[:, None, None, None].expand(-1, 1, 2, 2).clone(), torch.arange(n))
 
-    return Dataset(
-        identity={"name": "numbers"}, train=split(n_train), val=split(n_val), test=split(n_test), num_classes=10
-    )
+    splits = {"train": split(n_train), "val": split(n_val), "test": split(n_test)}
+    return Dataset(identity={"name": "numbers"}, **splits, num_classes=10)
 
 
 def train_iterator(num_envs: int = 3, batch_size: int = 4, run_seed: int = 1) -> SharedBatchIterator:

@@ -6,7 +6,7 @@ import tiny
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HostFamily, LifecycleOp, SeedStage
-from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.shapley import shapley_values
 from esper.tasks.registry import task_by_name
 from esper.tolaria.engine import VectorizedEngine
@@ -107,37 +107,6 @@ def test_a_step_after_the_last_one_is_refused():
     client, _ = run(engine)
     with pytest.raises(AssertionError, match="the episode is over"):
         engine.step(client)
-
-
-class OnlyTheProtocol:
-    """A client that has nothing but what the protocol names."""
-
-    names = frozenset(n for base in ClientProtocol.__mro__ if getattr(base, "_is_protocol", False) for n in vars(base))
-
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        assert name in self.names
-        assert not name.startswith("_")
-        return getattr(self._client, name)
-
-
-def test_an_engine_asks_a_client_for_nothing_that_the_protocol_does_not_name():
-    plan = script(2, 4, {1: action(Op.GERMINATE), 3: action(Op.PRUNE)})
-    outputs = []
-    for wrap in (lambda client: client, OnlyTheProtocol):
-        engine = toy_engine(2, 2, 4, losses={3: [1.0, float("nan")]})
-        client, rounds = ToyClient(engine.spec, plan), []
-        engine.train(wrap(client), range(1), on_round=lambda stats, metrics, to=rounds: to.append((stats, metrics)))
-        saved = engine.state_dict()
-        engine.load_state_dict(saved, wrap(client))
-        engine.reset(wrap(client), 1)
-        engine.rollout(wrap(client))
-        ((stats, metrics),) = rounds
-        outputs.append((stats.returns.tolist(), stats.rollbacks.tolist(), metrics, len(client.steps), ops_of(client)))
-    assert outputs[0] == outputs[1]
-    assert outputs[0][1] == [0, 1]
 
 
 # -- what is shown, rewarded and reported ---------------------------------------------------------------------------

@@ -22,12 +22,6 @@ from toys import ToyClient, action, script
 Op = LifecycleOp
 NOISY = dataclasses.replace(NULL, script=NullSpec(sigma=2.0))
 WIDTH = 32
-EXECUTORS = {  # hosts in several processes: test_sharded.py
-    "scripted": {"of": NULL},
-    "streamed": {"executor": "streamed"},
-    "fused": {"executor": "fused"},
-    "native": {"executor": "native"},
-}
 
 
 def learner(spec):
@@ -59,7 +53,8 @@ def busy(num_envs, length):
 )
 def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(executor, num_envs, trainable):
     length = 9
-    engine = tiny.engine(num_envs, length, **EXECUTORS[executor])
+    how = {"of": NULL} if executor == "scripted" else {"executor": executor}
+    engine = tiny.engine(num_envs, length, **how)
     client = learner(engine.spec) if trainable else ToyClient(engine.spec, busy(num_envs, length))
     with CountedReads() as start:
         engine.reset(client, 0)

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 from against_streamed import (
-    ALGORITHMS,
-    CONDITIONS,
     EXECUTORS,
     TWELVE,
     bench_of,
     compare,
+    each_of,
     grow_different_seeds,
     in_every_stage_and_blend,
+    of_each_split,
     same_pass,
 )
 from sklearn.metrics import r2_score
@@ -61,13 +61,8 @@ def token_bench(num_envs: int = 1, executor: str = "streamed", settings=None, **
 
 def regression() -> Dataset:
     """The tiny images with three numbers to predict, their class as +1 and -1."""
-    images = dataset()
-
-    def split(of: Split) -> Split:
-        return Split(of.x, 2.0 * torch.nn.functional.one_hot(of.y, CLASSES).float() - 1.0)
-
-    splits = {name: split(images.split(name)) for name in ("train", "val", "test")}
-    return Dataset(identity={"name": "regression"}, **splits)
+    images = dataclasses.replace(dataset(), num_classes=None)
+    return of_each_split(images, lambda of: Split(of.x, 2.0 * torch.nn.functional.one_hot(of.y, CLASSES).float() - 1.0))
 
 
 # -- fused as streamed ------------------------------------------------------------------------------------------------
@@ -119,15 +114,7 @@ def transformer_settings(dropout: float = 0.0) -> dict:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_transformer_with_every_blueprint_is_run_as_streamed(dropout, executor):
     blueprints = [names()[index] for index in selectable(HostFamily.TRANSFORMER)]
-
-    def grow(bench: Bench) -> None:
-        for n, name in enumerate(blueprints):
-            stage, alpha = CONDITIONS[n % 4]
-            bench.grow("r0c0", name, stage, alpha=alpha, algorithm=ALGORITHMS[n % 3], hosts=[n])
-            algorithm = ALGORITHMS[n // 3 % 3]
-            bench.grow("r0c1", blueprints[n - 1], S.HOLDING, alpha=0.7, algorithm=algorithm, hosts=[n])
-
-    compare(EXECUTORS[executor], grow, num_envs=len(blueprints), **transformer_settings(dropout))
+    compare(EXECUTORS[executor], each_of(blueprints), num_envs=len(blueprints), **transformer_settings(dropout))
 
 
 def test_a_transformer_learns_and_its_hosts_are_drawn_apart():
@@ -212,26 +199,6 @@ def test_a_token_host_gets_the_accuracy_and_loss_of_its_counted_tokens(executor)
         loss = torch.nn.functional.cross_entropy(logits[counts], val.y[counts]).item()
         assert measured.accuracy[n, 0].item() == pytest.approx(100.0 * hits, rel=1e-6)
         assert measured.loss[n].item() == pytest.approx(loss, rel=1e-5)
-
-
-# -- alone as among others --------------------------------------------------------------------------------------------
-
-
-def grow_and_train(bench: Bench, hosts: object = slice(None)) -> None:
-    bench.grow("r0c0", "token_scale", S.HOLDING, alpha=1.0, hosts=hosts)
-    bench.train(2)
-
-
-@each_executor
-def test_permuted_token_hosts_have_permuted_results(executor):
-    order = torch.tensor([2, 0, 1])
-    plain, permuted = token_bench(3, executor, dropout=0.2), token_bench(3, executor, dropout=0.2)
-    permuted.population.host_ids = permuted.population.host_ids[order]
-    permuted.executor.reset(permuted.episode)
-    for bench in (plain, permuted):
-        grow_and_train(bench)
-    found, want = permuted.population.host.params, plain.population.host.params[order]
-    assert bit_equal(found, want) if executor == "streamed" else torch.allclose(found, want, atol=1e-6)
 
 
 @each_executor

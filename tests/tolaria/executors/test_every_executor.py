@@ -188,17 +188,6 @@ def test_measuring_changes_no_tensor_and_no_generator(executor):
     assert torch.equal(torch.random.get_rng_state(), of_torch)
 
 
-@every_executor
-def test_measuring_does_not_change_the_training_that_follows(executor):
-    measured, straight = grown_bench(executor), grown_bench(executor)
-    measured.measure(shapley=True)
-    measured.executor.apply_structure(measured.structure())
-    straight.executor.apply_structure(straight.structure())
-    measured.train()
-    straight.train()
-    assert same_tree(measured.executor.state_dict(), straight.executor.state_dict())
-
-
 def test_a_step_measures_a_share_of_the_examples_and_what_is_kept_all_of_them():
     bench = Bench(measured_share=0.5)  # 15 of 30 examples: every second one
     bench.grow("r0c1", "conv_light", S.HOLDING, alpha=1.0)

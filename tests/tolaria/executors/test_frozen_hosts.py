@@ -126,22 +126,18 @@ def task(**settings: bool):
     return tiny.task(host=spec)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_the_same_backbone_alone():
-    engine = tiny.engine(2, 4, of=task())
-    client = ToyClient(engine.spec)
-    engine.reset(client, 0)
-    engine.rollout(client)
-    state = {name: x.clone() for name, x in engine.executor.state_dict().items()}
-    again = tiny.engine(2, 4, of=task())
+    bench = Bench(2, host=host())
+    bench.train()
+    state = {name: x.clone() for name, x in bench.executor.state_dict().items()}
+    again = Bench(2, host=host())
     again.executor.load_state_dict(state)
     assert same_tree(again.executor.state_dict(), state)
     before = BACKBONE["r1c0.weight"].clone()
     try:
         BACKBONE["r1c0.weight"][0, 0, 0, 0] += 1.0
-        other = tiny.engine(2, 4, of=task())
         with pytest.raises(CheckpointError, match="other frozen parameters than when the checkpoint was written"):
-            other.executor.load_state_dict(state)
+            Bench(2, host=host()).executor.load_state_dict(state)
     finally:
         BACKBONE["r1c0.weight"].copy_(before)
 

@@ -1,14 +1,13 @@
 """The fused executor beside the streamed one: what only stacked hosts can get wrong."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from against_streamed import compare
+from against_streamed import bench_of, compare, of_each_split
 
 import tiny
 from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
+from esper.tasks.datasets import Split
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import BlendSlice, FusedExecutor, GroupOutputs, blend_groups, buckets
@@ -101,21 +100,14 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_by_default():
 def test_features_in_another_memory_format_train_and_measure_to_the_same(executor):
     outputs = []
     for layout in (torch.contiguous_format, torch.channels_last):
-        data = tiny.dataset()
         # two channels in memory, so that the formats differ: the images have one
-        splits = {
-            name: dataclasses.replace(
-                data.split(name), x=data.split(name).x.repeat(1, 2, 1, 1).contiguous(memory_format=layout)[:, :1]
-            )
-            for name in ("train", "val", "test")
-        }
-        bench = Bench(2, data=dataclasses.replace(data, **splits))
-        runs = FusedExecutor(bench.executor.data, measures_together=True) if executor == "fused" else bench.executor
+        def stored(of: Split, layout=layout) -> Split:
+            return Split(of.x.repeat(1, 2, 1, 1).contiguous(memory_format=layout)[:, :1], of.y)
+
+        bench = bench_of(executor, 2, data=of_each_split(tiny.dataset(), stored))
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
-        runs.train_epoch(1, bench.slots)
-        found = bench.coalitions()
-        runs.apply_structure(bench.structure(found))
-        outputs.append((runs.evaluate(1, bench.slots, found), runs.state_dict()))
+        bench.train()
+        outputs.append((bench.measure()[1], bench.executor.state_dict()))
     assert outputs[0][0].accuracy.tolist() == outputs[1][0].accuracy.tolist()
     for name, x in outputs[0][1].items():
         torch.testing.assert_close(outputs[1][1][name], x, atol=1e-6, rtol=1e-5, msg=name)
@@ -134,22 +126,16 @@ def test_each_host_of_a_run_equals_that_host_alone():
         alone.reset(own, 0)
         found = alone.rollout(own)
         assert found.stage.tolist() == stats.stage[host : host + 1].tolist()
-        torch.testing.assert_close(
-            alone.executor.population.host.params[0], whole.executor.population.host.params[host], atol=1e-5, rtol=1e-4
-        )
-        torch.testing.assert_close(
-            alone.executor.population.seeds.params,
-            whole.executor.population.seeds.params[3 * host : 3 * host + 3],
-            atol=1e-5,
-            rtol=1e-4,
-        )
+        mine, all_hosts = alone.executor.population, whole.executor.population
+        seeds = all_hosts.seeds.params[3 * host : 3 * host + 3]
+        torch.testing.assert_close(mine.host.params[0], all_hosts.host.params[host], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mine.seeds.params, seeds, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_trains_as_host_by_host(dtype):
     # rounding to 8 or 11 bits differs by kernel, so the losses agree to about as much
-    known, fused = Bench(2, scaler_dtype=dtype), Bench(2, scaler_dtype=dtype)
-    fused.executor = FusedExecutor(fused.executor.data, measures_together=True)
+    known, fused = (bench_of(name, 2, scaler_dtype=dtype) for name in ("streamed", "fused"))
     for bench in (known, fused):
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
         bench.grow("r0c1", "norm", S.TRAINING)

@@ -5,26 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from against_streamed import compare, whole_run
+from against_streamed import bench_of, compare, of_each_split, whole_run
 from test_native_losses import OF_NUMBERS, with_numbers
 from test_own_blueprints import registered
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset, RandomFunction, Split
-from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.native.machine import cached_library
-from esper.tolaria.executors.network import HostData
-from esper.tolaria.executors.streamed import StreamedExecutor
-from tiny import BATCH, CPU, HOST, OBJECTIVE, SGD, SLOTS, VAL_BATCH, Bench, dataset, engine, same_tree
+from tiny import CPU, HOST, SLOTS, VAL_BATCH, Bench, dataset, engine, same_tree
 
 
 def fern(channels):
@@ -125,22 +121,14 @@ def test_a_blueprint_of_the_users_own_grows_too(build, reason):
 
 @pytest.mark.parametrize("augmentation", [None, RandomFunction(lambda x: x)], ids=["stored", "made by PyTorch"])
 def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch(augmentation):
-    images = dataset(train=1, val=VAL_BATCH + 1)
-    small = {name: Split(images.split(name).x[..., :2, :2], images.split(name).y) for name in ("train", "val", "test")}
-    data = Dataset(identity={"name": "small"}, **small, num_classes=3, augmentation=augmentation)
+    images = replace(dataset(train=1, val=VAL_BATCH + 1), augmentation=augmentation)
+    data = of_each_split(images, lambda of: Split(of.x[..., :2, :2], of.y))
     for executor in ("streamed", "native"):
         host = CNNHost(HOST, ("r0c1",), image_size=(2, 2))
-        population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
-        hosts = HostData(
-            population, data, OBJECTIVE, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU),
-            last_batch="keep", schedule=(0, 1),
-        )  # fmt: skip
-        wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
-        wrapped.reset(0)
-        slots = empty_slots(2, 1, CPU)
-        wrapped.committed("test", slots)  # running statistics need no batch
+        bench = bench_of(executor, 2, host=host, data=data, last_batch="keep")
+        bench.executor.committed("test", bench.slots)  # running statistics need no batch
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-            wrapped.train_epoch(1, slots)
+            bench.train()
 
 
 def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one():

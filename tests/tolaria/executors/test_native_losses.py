@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import bench_of, compare, grow_different_seeds, in_every_stage_and_blend
+from against_streamed import compare, grow_different_seeds, of_each_split
 from native_agreement import agree
 from test_faults_of_one_host import gradient_of
 from torch import Tensor, nn
@@ -28,12 +28,10 @@ from esper.tasks.losses import (
     without_mean,
 )
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.native.losses import TracedLoss, loss_of
+from esper.tolaria.executors.native.losses import loss_of
 from esper.tolaria.executors.native.trace import NoRuleError
 from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CLASSES, Bench, bit_equal, dataset
-
-TWELVE = 12
 
 
 def with_numbers(given: Dataset | None = None, dtype: torch.dtype = torch.float32) -> Dataset:
@@ -45,9 +43,7 @@ def with_numbers(given: Dataset | None = None, dtype: torch.dtype = torch.float3
         numbers = 2.0 * F.one_hot(of.y.clamp(min=0), CLASSES).float() - 1.0 + mean * torch.tensor([1.0, -2.0, 0.0])
         return Split(of.x, numbers.to(dtype))
 
-    return dataclasses.replace(
-        images, num_classes=None, **{name: split(images.split(name)) for name in ("train", "val", "test")}
-    )
+    return of_each_split(dataclasses.replace(images, num_classes=None), split)
 
 
 def mean_of(function: Callable[..., Tensor], **options: object) -> Callable[[Tensor, Tensor], Tensor]:
@@ -143,11 +139,6 @@ def test_a_loss_on_numbers_or_classes_is_part_of_the_program(objective, by_progr
     compare(NativeExecutor, grow_two, num_envs=2, data=data, objective=objective)
 
 
-def test_squared_error_in_every_stage_and_blend(by_program):
-    grow = in_every_stage_and_blend("conv_light")
-    compare(NativeExecutor, grow, num_envs=TWELVE, epochs=1, data=with_numbers(), objective=ERROR)
-
-
 def test_a_batch_in_chunks_has_the_loss_of_the_whole_batch(by_program, monkeypatch):
     monkeypatch.setattr("esper.tolaria.executors.native.program._CACHED_NUMBERS", 16)
     monkeypatch.setattr(tiny, "BATCH", 36)
@@ -156,16 +147,8 @@ def test_a_batch_in_chunks_has_the_loss_of_the_whole_batch(by_program, monkeypat
 
 def pixels(augmentation: object = None) -> Dataset:
     """Images as bytes."""
-    images = dataset()
-
-    def split(of: Split) -> Split:
-        return Split((of.x * 40.0 + 128.0).clamp(0.0, 255.0).byte(), of.y)
-
-    splits = {name: split(images.split(name)) for name in ("train", "val", "test")}
-    return dataclasses.replace(
-        with_numbers(dataclasses.replace(images, **splits)),
-        inputs=Pixels(mean=(0.5,), std=(0.2,)), augmentation=augmentation,
-    )  # fmt: skip
+    images = of_each_split(dataset(), lambda of: Split((of.x * 40.0 + 128.0).clamp(0.0, 255.0).byte(), of.y))
+    return dataclasses.replace(with_numbers(images), inputs=Pixels((0.5,), (0.2,)), augmentation=augmentation)
 
 
 SETTINGS = {
@@ -185,15 +168,13 @@ def test_targets_come_with_their_examples(settings, by_program):
 
 
 def test_padded_tokens_count_neither_in_a_loss_nor_in_its_mean(by_program):
-    given = tokens.tokens()
-
     def split(of: Split) -> Split:
         y = of.y.clone()
         y[::3, 2:] = PADDING
         y[:16] = PADDING
         return Split(of.x, y)
 
-    data = dataclasses.replace(given, **{name: split(given.split(name)) for name in ("train", "val", "test")})
+    data = of_each_split(tokens.tokens(), split)
     metric = WithMetric(objective=NextToken(tokens.VOCABULARY), metric=lambda o, y: o.amax(dim=(1, 2)), unit="u")
 
     def grow(bench):
@@ -313,16 +294,6 @@ def test_a_class_that_the_outputs_lack_is_refused_in_pytorchs_words(executor):
 
 
 # -- how often --------------------------------------------------------------------------------------------------------
-
-
-def test_each_split_has_the_factors_of_its_own_targets():
-    data = with_numbers()
-    data = dataclasses.replace(data, val=Split(data.val.x, data.val.y * 3.0))
-    bench = bench_of("native", data=data, objective=ERROR)
-    train, val = (bench.executor._loss(split) for split in ("train", "val"))
-    assert isinstance(train, TracedLoss)
-    assert isinstance(val, TracedLoss)
-    assert train is not val
 
 
 def test_the_squared_error_before_it_knows_a_split_is_traced_too():

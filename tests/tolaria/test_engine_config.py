@@ -47,11 +47,6 @@ def test_the_limits_themselves_are_allowed():
     assert config(host_offset=2**32 - 8, num_envs=8).num_envs == 8
 
 
-def test_settings_never_change():
-    with pytest.raises(AttributeError):
-        config().num_envs = 3
-
-
 def test_an_engine_tells_controllers_what_it_is():
     spec = tiny.engine(3, 7, host_offset=4, rules={"auto_g2": False}).spec
     assert (spec.num_envs, spec.episode_length, spec.run_seed) == (3, 7, 5)
@@ -65,8 +60,9 @@ def test_an_engine_tells_controllers_what_it_is():
 
 def test_a_task_decides_how_its_hosts_are_run():
     assert isinstance(tiny.engine().executor, StreamedExecutor)
-    scripted = tiny.engine(of=NULL)
+    scripted = tiny.engine(of=NULL, executor="auto")
     assert isinstance(scripted.executor, ScriptedExecutor)
+    assert scripted.config.executor == "auto"  # a script needs none
     assert scripted.spec.num_blueprints == NUM_BUILTIN_BLUEPRINTS
     assert load_dataset(NULL, 0, CPU, None) is None
 
@@ -78,7 +74,7 @@ def images_of(height, width):
 
 @pytest.mark.parametrize(
     ("height", "width", "kind", "name"),
-    [(64, 64, FusedExecutor, "fused"), (32, 128, FusedExecutor, "fused"), (64, 65, StreamedExecutor, "streamed")],
+    [(64, 64, FusedExecutor, "fused"), (64, 65, StreamedExecutor, "streamed")],
 )  # 4 channels, 16 examples: up to 1 MiB
 def test_without_a_compiler_auto_runs_small_activations_fused_and_the_engine_says_what_it_took(
     height, width, kind, name, monkeypatch
@@ -89,12 +85,6 @@ def test_without_a_compiler_auto_runs_small_activations_fused_and_the_engine_say
     assert isinstance(engine.executor, kind)
     assert engine.config.executor == name
     assert asked.executor == "auto"
-
-
-def test_what_was_asked_for_by_name_is_taken_and_a_script_needs_no_executor():
-    assert tiny.engine(executor="streamed").config.executor == "streamed"
-    assert tiny.engine(executor="fused").config.executor == "fused"
-    assert tiny.engine(of=NULL, executor="auto").config.executor == "auto"
 
 
 def test_a_slot_that_the_host_does_not_have_is_refused():

@@ -6,11 +6,9 @@ import torch
 
 from esper.leyline.architecture import Architecture, PlacedSeed, architectures_of
 from esper.leyline.lifecycle import AlphaMode, SeedStage
-from esper.simic.client import ScriptedClient
-from esper.tamiyo.baselines import make_baseline
 from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree
-from toys import ToyClient, ToyReward, script
+from toys import ToyClient, script
 
 NOTHING = Architecture()
 TWO = Architecture((PlacedSeed("r0c0", "conv_light", "ADD"), PlacedSeed("r1c0", "norm", "GATE")))
@@ -102,25 +100,6 @@ def test_an_empty_structure_is_a_host_that_waits_to_the_bit() -> None:
     for one, who in ((built, client), (plain, waits)):
         one.rollout(who)
     assert same_tree(built.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("executor", ["streamed", "fused", "scripted"])
-def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_every_step(executor: str) -> None:
-    settings = {"of": task_by_name("null")} if executor == "scripted" else {"executor": executor}
-    trees: dict[str, list[dict[str, torch.Tensor]]] = {}
-    for name in ("static_final", "wait_only"):
-        built = engine(2, LENGTH, **settings)
-        client = ScriptedClient(make_baseline(name, built.spec), ToyReward())
-        built.reset(client, 0)
-        if name == "static_final":
-            built.add_fossils((NOTHING, NOTHING))
-        trees[name] = []
-        for _ in range(LENGTH):
-            built.step(client)
-            trees[name].append(built.state_dict())
-    assert len(trees["wait_only"]) == LENGTH
-    for one, other in zip(*trees.values(), strict=True):
-        assert same_tree(one, other)
 
 
 def test_a_scripted_host_can_be_planted_too() -> None:

@@ -22,10 +22,9 @@ LIVES = [
 @pytest.mark.parametrize(
     ("executor", "stage", "t", "speed", "last", "rules"),
     [
-        pytest.param(executor, *life.values, id=f"{executor}, {life.id}", marks=[pytest.mark.slow] * rare)
-        for executor in ("streamed", "fused")
-        for life in LIVES
-        for rare in [executor != "streamed" and life is not LIVES[-1]]
+        pytest.param(executor, *life.values, id=f"{executor}, {life.id}")
+        for executor, lives in (("streamed", LIVES), ("fused", LIVES[-1:]))
+        for life in lives
     ],
 )
 def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(executor, stage, t, speed, last, rules):

@@ -8,15 +8,11 @@ import torch
 
 import tiny
 from esper.leyline.lifecycle import LifecycleOp, SeedStage
-from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.client import SimicClient
-from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import PanicReason
-from esper.tolaria.runtime import host_read
-from tiny import CPU, same_tree
+from tiny import same_tree
 from toys import PENALTY, ToyClient, WithFaults, action, script
 
 Op, S = LifecycleOp, SeedStage
@@ -33,14 +29,6 @@ def run(engine, actions=None):
     client = ToyClient(engine.spec, actions)
     engine.reset(client, 0)
     return client, engine.rollout(client)
-
-
-def learner(spec):
-    ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=1)
-    network = TamiyoNetwork(spec.menu, feature_width=WIDTH, hidden_width=WIDTH)
-    initialize(network, 0)
-    reward = ToyClient(spec).reward
-    return SimicClient(network, reward, ppo, spec, read=lambda x: host_read(x)[0].tolist(), device=CPU, total_updates=3)
 
 
 # -- the transition -------------------------------------------------------------------------------------------------

@@ -86,14 +86,11 @@ def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
     assert_close(run.bench.seed_params("r1c0"), dict(reference.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
 
 
-HOW = {"streamed": {}, "fused": {"executor": "fused"}}
-
-
-@pytest.mark.parametrize("executor", list(HOW))
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it(executor):
     # held from 6 on; falls in the ticks of 7 to 11, frozen in the passes 8 to 11
     plan = {1: action(Op.GERMINATE, slot=0, style=3, **LIVE), 7: action(Op.PRUNE, slot=0, alpha_speed=2)}
-    run = Watched(12, plan, **HOW[executor])
+    run = Watched(12, plan, executor=executor)
     flats = (run.bench.population.seeds, run.bench.population.gates)
     weights, gates, hosts, counts, modes, everything = [], [], [], [], [], []
     for t in range(1, 13):
@@ -171,13 +168,6 @@ def test_a_second_round_starts_with_other_hosts_and_without_seeds():
     assert not run.bench.population.seeds.params.any()
 
 
-EXECUTORS = {
-    "streamed": {"executor": "streamed"},
-    "fused": {"executor": "fused"},
-    "native": {"executor": "native"},
-}
-
-
 class Watching(Dataset):
     """A data set that remembers who asked for its test split; it stays itself on any device."""
 
@@ -195,12 +185,12 @@ class Watching(Dataset):
         return self
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", ["streamed", "fused", "native"])
 def test_nobody_looks_at_the_test_split_before_the_end(executor, monkeypatch):
     data, plain = object.__new__(Watching), tiny.dataset()
     vars(data).update(vars(plain), asked=[])
     monkeypatch.setattr(tiny, "dataset", lambda: data)
-    run = Watched(4, {1: action(Op.GERMINATE, **LIVE)}, 1, **EXECUTORS[executor])
+    run = Watched(4, {1: action(Op.GERMINATE, **LIVE)}, 1, executor=executor)
     for _ in range(4):
         run.step()
     run.engine.rollout(run.client)

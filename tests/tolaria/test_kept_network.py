@@ -22,11 +22,6 @@ Op = LifecycleOp
 E = 6
 BOTTLENECK, CONV_HEAVY = 5, 7
 FAST_SEEDS = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.5)  # they change the accuracy of their host by far
-HOW = {
-    "streamed": {},
-    "fused": {"executor": "fused"},
-    "native": {"executor": "native"},
-}
 
 
 def episode(engine, blueprint):
@@ -38,11 +33,11 @@ def episode(engine, blueprint):
     return client, engine.rollout(client)
 
 
-@pytest.mark.parametrize("executor", HOW)
+@pytest.mark.parametrize("executor", ["streamed", "fused", "native"])
 def test_a_fossil_and_a_rollback_of_the_last_step_are_in_what_is_kept(executor):
     reports = []
     task, rules = tiny.task(optimizer=FAST_SEEDS), GovernorConfig(snapshot_every=4)
-    inner = tiny.engine(3, E, of=task, governor=rules, **HOW[executor])
+    inner = tiny.engine(3, E, of=task, governor=rules, executor=executor)
     faulty = WithFaults(inner.executor, {E: {2: float("nan")}})
     engine = VectorizedEngine(inner.config, faulty, inner.spec, on_step=reports.append)
     client, stats = episode(engine, CONV_HEAVY)

@@ -1,4 +1,4 @@
-"""Predicted memory: close to what a process takes, and too many hosts are refused."""
+"""Predicted memory: close to what a process takes, and too many hosts are refused; freed memory is kept."""
 
 import json
 import subprocess
@@ -66,20 +66,8 @@ print(json.dumps({"predicted": predicted[0], "peak": peak}))
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_predicted_memory_of_a_wide_policy_is_within_a_fifth_of_its_peak(tmp_path):
-    sizes = (
-        "--task",
-        "null",
-        "--num-envs",
-        "4",
-        "--episode-length",
-        "8",
-        "--rounds",
-        "1",
-        "--out",
-        str(tmp_path / "a"),
-    )
-    wide = ("--set", "ppo.feature_width=1024", "ppo.hidden_width=1024")
-    command = [sys.executable, "-c", OF_POLICY, *sizes, *wide]
+    sizes = "--task null --num-envs 4 --episode-length 8 --rounds 1 --set ppo.feature_width=1024 ppo.hidden_width=1024"
+    command = [sys.executable, "-c", OF_POLICY, *sizes.split(), "--out", str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert abs(found["predicted"] / found["peak"] - 1.0) < 0.2, found
@@ -120,3 +108,30 @@ def test_more_hosts_and_a_rollout_need_more():
 
 def test_this_machine_has_memory():
     assert 2**20 < resident_bytes() < available_bytes(torch.device("cpu")) * 100
+
+
+OF_FAULTS = """
+import resource, sys, torch
+from esper.tolaria.runtime import keep_freed_memory
+
+def faults():
+    for _ in range(3):
+        torch.ones(2**23)  # 32 MiB, which glibc would map anew each time
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(2**23)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+plain = faults()
+assert keep_freed_memory()
+faults()  # the heap grows to its size first
+print(plain, faults())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the setting is glibc's")
+def test_large_blocks_are_used_again():
+    done = subprocess.run([sys.executable, "-c", OF_FAULTS], capture_output=True, text=True, check=True)
+    plain, kept = (int(number) for number in done.stdout.split())
+    assert kept < 200 < plain

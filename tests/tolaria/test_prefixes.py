@@ -31,24 +31,6 @@ def test_two_seeds_and_all_their_coalitions_run_three_seed_passes():
     assert execute(plan)[1] == 3
 
 
-def test_a_slot_that_is_off_everywhere_takes_no_step():
-    plan = plan_prefixes(table(3, [{2}, set()]), (0, 1, 2))
-    assert [step.slot for step in plan.steps] == [2]
-
-
-def test_a_slot_that_is_on_everywhere_does_not_part_states():
-    plan = plan_prefixes(table(2, [{0, 1}, {0}]), (0, 1))
-    assert (plan.steps[0].off, plan.steps[0].on) == ((), (0,))
-    assert plan.num_states == 2
-
-
-def test_the_order_of_execution_decides_what_is_shared():
-    sets = table(2, [{0, 1}, {1}])
-    # slot 1 first: it is on in both and runs once; slot 0 first: the two part before slot 1, which then runs twice
-    assert execute(plan_prefixes(sets, (1, 0)))[1] == 2
-    assert execute(plan_prefixes(sets, (0, 1)))[1] == 3
-
-
 def test_a_slot_that_the_order_does_not_pass_is_an_error():
     with pytest.raises(AssertionError, match=r"slots \[1\] are on"):
         plan_prefixes(table(2, [{0, 1}]), (0,))

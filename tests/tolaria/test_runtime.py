@@ -26,12 +26,6 @@ def test_a_read_returns_each_tensor_with_its_type_shape_and_values(kinds):
         np.testing.assert_array_equal(array, tensor.numpy(), strict=True)
 
 
-def test_special_values_survive():
-    values = torch.tensor([float("nan"), float("inf"), -0.0, 1e-300], dtype=torch.float64)
-    (array,) = host_read(values)
-    assert array.tobytes() == values.numpy().tobytes()
-
-
 def test_a_transposed_tensor_and_one_with_a_gradient_are_read_by_value():
     x = torch.arange(6.0).reshape(2, 3).requires_grad_()
     a, b, c = host_read(x.T, x[:, 1], x[1:, 1])
@@ -71,16 +65,6 @@ def test_a_timer_measures_its_block():
     first = timer.elapsed_ms()
     time.sleep(0.02)
     assert timer.elapsed_ms() == first >= 20.0
-
-
-def test_a_timer_can_be_used_again():
-    timer = CUDATimer(CPU)
-    with timer:
-        time.sleep(0.05)
-    long = timer.elapsed_ms()
-    with timer:
-        pass
-    assert timer.elapsed_ms() < long
 
 
 def test_a_timer_that_measured_nothing_says_so():

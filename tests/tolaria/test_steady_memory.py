@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_engine_rollback import learner
+from test_engine_reads import learner
 
 import tiny
 from esper.leyline.lifecycle import LifecycleOp

@@ -30,11 +30,11 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import PendingRead, PhaseTimer, host_read, reads_so_far, start_read
 from esper.tolaria.state import (
+    Decision,
     ParallelEnvState,
     RolloutCost,
     RolloutStats,
     StepReport,
-    decision_of,
     initial_state,
     rollout_stats,
     step_report,
@@ -98,7 +98,7 @@ class VectorizedEngine:
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
         self.listeners: list[StepListener] = [] if on_step is None else [on_step]
-        self._properties = properties
+        self._properties: Properties = properties or (lambda episode: {})
         self.architectures: Sequence[Architecture] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
@@ -190,7 +190,7 @@ class VectorizedEngine:
         client.finish(final)
         seconds, reads = time.perf_counter() - began, reads_so_far() - reads
         cost = RolloutCost(seconds=seconds, steps=steps, env_steps=steps * self.spec.num_envs, reads=reads)
-        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return self._statistics(final, cost)
 
     def train(
         self,
@@ -261,7 +261,8 @@ class VectorizedEngine:
                 client, earned, step.obs, act, verdict.healthy, step.measured, executed, self.config
             )
         with self.timer.span("end_step"):
-            state, outputs = self._end_step(verdict, executed, decision_of(act), reward, now)
+            told = Decision(actions=act.actions, value=act.value, op_prob=act.op_prob, constrained=act.constrained)
+            state, outputs = self._end_step(verdict, executed, told, reward, now)
         self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         others = {
@@ -295,13 +296,10 @@ class VectorizedEngine:
 
     def outcome(self) -> RolloutStats:
         """The statistics of an episode that was ended early, or that a checkpoint restored."""
-        cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
-        final = self.kept_network()
-        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return self._statistics(self.kept_network(), RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0))
 
-    def _instance(self) -> Mapping[str, np.ndarray]:
-        """What is recorded of the hosts' instances in this episode."""
-        return {} if self._properties is None else self._properties(self.episode)
+    def _statistics(self, final: KeptNetwork, cost: RolloutCost) -> RolloutStats:
+        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._properties(self.episode))
 
     def kept_network(self) -> KeptNetwork:
         """The network that the episode leaves of each host, measured after the last structure was applied."""

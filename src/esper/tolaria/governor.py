@@ -15,7 +15,6 @@ float64, masked over hosts, without a host read.
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import Annotated
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, Positive, check_fields
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass
 
 
 class PanicReason(IntEnum):
@@ -168,14 +167,9 @@ def snapshots_due(
     return snapshot_N, safe & fossilized & ~snapshot_N
 
 
-@lru_cache(maxsize=16)
-def _places(window: int, device: torch.device) -> Tensor:
-    return torch.arange(window, device=device)
-
-
 def _statistics(state: GovernorState) -> tuple[Tensor, Tensor]:
     """Mean and population standard deviation [N] of the remembered losses; NaN where there are none."""
-    places_W = _places(state.window.shape[1], state.window.device)
+    places_W = numbers(state.window.shape[1], state.window.device)
     known_N = state.count.clamp(max=places_W.shape[0])
     mean_N = state.window.sum(dim=1) / known_N
     deviation_NW = (state.window - mean_N[:, None]) * (places_W < known_N[:, None])

@@ -99,15 +99,12 @@ def observe(
     panic, healthy = judged.panic, runs & ~judged.panic
     compute = state.hosts.compute + training_cost(state.slots, costs) * runs  # spent, also where it is rolled back
     slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
+    gradients = {name: value for name, value in vars(trained).items() if name.startswith("grad_")}
     measured = Measurements(
         train_acc=trained.acc,
         train_loss=trained.loss,
         val_loss=validated.loss,
-        grad_norm=trained.grad_norm,
-        grad_health=trained.grad_health,
-        grad_vanishing=trained.grad_vanishing,
-        grad_exploding=trained.grad_exploding,
-        grad_ratio=trained.grad_ratio,
+        **gradients,
         **vars(derive(coalitions, validated.accuracy)),
     )
     slots, hosts = ingest(slots, hosts, measured, t, healthy)

@@ -164,7 +164,10 @@ class PhaseTimer:
         timer = CUDATimer(self._device)
         self._spans.setdefault(phase, []).append(timer)
         if torch.autograd.profiler._is_profiler_enabled:  # a range costs 14 us even where nobody records it
-            return _both(timer, torch.profiler.record_function(phase))
+            both = ExitStack()
+            both.enter_context(timer)
+            both.enter_context(torch.profiler.record_function(phase))
+            return both
         return timer
 
     def read(self) -> dict[str, float]:
@@ -174,14 +177,6 @@ class PhaseTimer:
 
 
 _NO_SPAN = nullcontext()
-
-
-def _both(*contexts: AbstractContextManager[Any]) -> ExitStack:
-    """A context that is all of these."""
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
 
 
 @contextmanager

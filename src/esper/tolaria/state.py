@@ -13,7 +13,7 @@ from torch import Tensor
 from esper.kasmina.rules.lifecycle import FossilMemory, OpEffects, TickEffects, memory_of
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import NUM_OPS, Head, SeedStage
-from esper.leyline.messages import ActResult, HostState, KeptNetwork, RewardOutput, SlotState
+from esper.leyline.messages import HostState, KeptNetwork, RewardOutput, SlotState
 from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
@@ -272,17 +272,12 @@ Stacks = dict[tuple[str, ...], Tensor]
 
 @tensor_dataclass
 class Decision:
-    """The part of a controller's answer that is reported."""
+    """The part of a controller's answer (`ActResult`) that is reported."""
 
     actions: Int[Tensor, "N 8"]
     value: Float[Tensor, " N"]
     op_prob: Float[Tensor, "N 6"]
     constrained: Bool[Tensor, "N 8"]
-
-
-def decision_of(act: ActResult) -> Decision:
-    """The reported part of `act`."""
-    return Decision(actions=act.actions, value=act.value, op_prob=act.op_prob, constrained=act.constrained)
 
 
 def step_outputs(

@@ -5,6 +5,7 @@ The streamed result of a case is computed once for all executors.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from esper.kasmina.blueprints import registry
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
+from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -36,6 +38,18 @@ def fused(data):
 
 
 EXECUTORS = {"streamed": StreamedExecutor, "fused": fused, "native": NativeExecutor}
+
+
+def bench_of(executor: str, num_envs: int = 1, **settings: Any) -> Bench:
+    """A bench whose hosts this executor runs."""
+    bench = Bench(num_envs, **settings)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    return bench
+
+
+def of_each_split(data: Dataset, change: Callable[[Split], Split]) -> Dataset:
+    """A data set with other splits."""
+    return replace(data, **{name: change(data.split(name)) for name in ("train", "val", "test")})
 
 
 class Case(NamedTuple):
@@ -81,8 +95,22 @@ def grow_frozen(bench):
     bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
 
 
+def each_of(blueprints: list[str]) -> Callable[[Bench], None]:
+    """Grows two of these blueprints in each of as many hosts, all of them in both slots."""
+
+    def grow(bench):
+        for n, name in enumerate(blueprints):
+            stage, alpha = CONDITIONS[n % 4]
+            bench.grow("r0c0", name, stage, alpha=alpha, algorithm=ALGORITHMS[n % 3], hosts=[n])
+            algorithm = ALGORITHMS[n // 3 % 3]
+            bench.grow("r0c1", blueprints[n - 1], SeedStage.HOLDING, alpha=0.7, algorithm=algorithm, hosts=[n])
+
+    return grow
+
+
 CASES = {
-    **{name: Case(in_every_stage_and_blend(name), TWELVE, epochs=1) for name in ALL},
+    **{name: Case(in_every_stage_and_blend(name), TWELVE, epochs=1) for name in ("conv_light", "norm", "attention")},
+    "every blueprint": Case(each_of(ALL), len(ALL)),
     "different seeds": Case(grow_different_seeds, num_envs=5),
     "two moments": Case(grow_different_seeds, num_envs=5, settings=(("optimizer", adamw()),)),
     "a frozen seed": Case(grow_frozen),

@@ -7,20 +7,28 @@ import torch
 from against_streamed import (
     EXECUTORS,
     TWELVE,
+    bench_of,
     compare,
+    each_of,
     grow_different_seeds,
     in_every_stage_and_blend,
+    of_each_split,
     same_pass,
 )
 from sklearn.metrics import r2_score
 
 import tiny
 import tokens
+from esper.kasmina.blueprints import names, selectable
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.hosts.module_host import ModuleHostSpec
+from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.objective import Scores
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets.images import CropAndFlip
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
@@ -48,20 +56,13 @@ def token_settings(**changes) -> dict:
 
 
 def token_bench(num_envs: int = 1, executor: str = "streamed", settings=None, **changes) -> Bench:
-    bench = Bench(num_envs, **{**token_settings(**changes), **(settings or {})})
-    bench.executor = EXECUTORS[executor](bench.executor.data)
-    return bench
+    return bench_of(executor, num_envs, **{**token_settings(**changes), **(settings or {})})
 
 
 def regression() -> Dataset:
     """The tiny images with three numbers to predict, their class as +1 and -1."""
-    images = dataset()
-
-    def split(of: Split) -> Split:
-        return Split(of.x, 2.0 * torch.nn.functional.one_hot(of.y, CLASSES).float() - 1.0)
-
-    splits = {name: split(images.split(name)) for name in ("train", "val", "test")}
-    return Dataset(identity={"name": "regression"}, **splits)
+    images = dataclasses.replace(dataset(), num_classes=None)
+    return of_each_split(images, lambda of: Split(of.x, 2.0 * torch.nn.functional.one_hot(of.y, CLASSES).float() - 1.0))
 
 
 # -- fused as streamed ------------------------------------------------------------------------------------------------
@@ -84,6 +85,44 @@ def test_convolutions_over_time_are_run_as_streamed(executor):
         bench.grow("r1c0", "token_mlp", S.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[1])
 
     compare(EXECUTORS[executor], grow, num_envs=3, host=host)
+
+
+@each_other
+@pytest.mark.parametrize("augmentation", [None, CropAndFlip(1)], ids=["plain", "augmented"])
+def test_hosts_that_unshuffle_wide_images_are_run_as_streamed(executor, augmentation):
+    size, generator = (6, 10), torch.Generator().manual_seed(6)  # 3x5 after it, which is odd
+    spec = CNNHostSpec(in_channels=2, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES, unshuffle=2)
+
+    def split(count: int) -> Split:
+        return Split(torch.randn(count, 2, *size, generator=generator), torch.arange(count) % CLASSES)
+
+    splits = {"train": split(40), "val": split(30), "test": split(20)}
+    data = Dataset(identity={"name": "wide"}, **splits, num_classes=CLASSES, augmentation=augmentation)
+    host = deterministic_build(lambda: CNNHost(spec, SLOTS, image_size=size))
+    compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, host=host, data=data)
+
+
+def transformer_settings(dropout: float = 0.0) -> dict:
+    spec = TransformerHostSpec(
+        vocabulary=tokens.VOCABULARY, width=8, heads=2, layers=2, segments=2, context=tokens.TOKENS, dropout=dropout
+    )
+    host = deterministic_build(lambda: TransformerHost(spec, ["r0c0", "r0c1"], tokens=tokens.TOKENS))
+    return {"host": host, "data": tokens.tokens(), "objective": tokens.OBJECTIVE}
+
+
+@each_other
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_transformer_with_every_blueprint_is_run_as_streamed(dropout, executor):
+    blueprints = [names()[index] for index in selectable(HostFamily.TRANSFORMER)]
+    compare(EXECUTORS[executor], each_of(blueprints), num_envs=len(blueprints), **transformer_settings(dropout))
+
+
+def test_a_transformer_learns_and_its_hosts_are_drawn_apart():
+    bench = Bench(2, **transformer_settings())
+    weights = bench.population.host.params
+    assert not torch.equal(weights[0], weights[1])
+    first = bench.train().loss
+    assert (bench.train(15).loss < 0.9 * first).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -113,24 +152,12 @@ def test_a_regression_on_images_is_run_as_streamed(executor):
     compare(EXECUTORS[executor], grow_different_seeds, num_envs=5, **settings)
 
 
-def test_the_squared_error_of_a_host_is_what_plain_pytorch_computes():
-    bench = Bench(1, data=regression(), objective=MeanSquaredError(variance=8.0 / 9.0))
-    _, measured = bench.measure()
-    template, rows = bench.population.host_kind.template, bench.population.host
-    template.bind(rows.params[0], rows.buffers[0])
-    with torch.no_grad():
-        error = (template(bench.data.val.x, lambda slot, h: h) - bench.data.val.y).square().mean().item()
-    assert measured.loss.item() == pytest.approx(error, rel=1e-6)
-    assert measured.accuracy[0, 0].item() == pytest.approx(100.0 * (1.0 - error * 9.0 / 8.0), rel=1e-5)
-
-
 @each_executor
 def test_r2_of_each_split_is_that_of_scikit_learn_on_its_own_targets(executor):
     data, keep = regression(), slice(0, 23)  # classes 8, 8, 7, and a last batch of seven
     own = {"val": Split(data.val.x[keep], data.val.y[keep]), "test": Split(data.test.x[:10], data.test.y[:10] * 3.0)}
     data = dataclasses.replace(data, **own)
-    bench = Bench(2, data=data, objective=MeanSquaredError(variance=8.0 / 9.0))
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = bench_of(executor, 2, data=data, objective=MeanSquaredError(variance=8.0 / 9.0))
     bench.train()
     template, rows = bench.population.host_kind.template, bench.population.host
     found = {name: bench.executor.committed(name, bench.slots).accuracy[:, 0].tolist() for name in own}
@@ -151,8 +178,7 @@ def test_a_metric_of_the_users_that_is_nan_gives_no_points_and_no_loss(executor)
         return torch.where(targets == 2, 0.0 / torch.zeros(len(outputs)), 100.0)
 
     objective = WithMetric(objective=Classification(CLASSES), metric=broken, unit="points")
-    bench = Bench(1, objective=objective)
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = bench_of(executor, objective=objective)
     _, measured = bench.measure()
     assert measured.accuracy[0, 0] == 0.0
     assert measured.loss.isnan().all()
@@ -175,32 +201,6 @@ def test_a_token_host_gets_the_accuracy_and_loss_of_its_counted_tokens(executor)
         assert measured.loss[n].item() == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_token_host_learns():
-    bench = token_bench(2, "fused")
-    first = bench.train().loss
-    assert (bench.train(15).loss < 0.8 * first).all()
-
-
-# -- alone as among others --------------------------------------------------------------------------------------------
-
-
-def grow_and_train(bench: Bench, hosts: object = slice(None)) -> None:
-    bench.grow("r0c0", "token_scale", S.HOLDING, alpha=1.0, hosts=hosts)
-    bench.train(2)
-
-
-@each_executor
-def test_permuted_token_hosts_have_permuted_results(executor):
-    order = torch.tensor([2, 0, 1])
-    plain, permuted = token_bench(3, executor, dropout=0.2), token_bench(3, executor, dropout=0.2)
-    permuted.population.host_ids = permuted.population.host_ids[order]
-    permuted.executor.reset(permuted.episode)
-    for bench in (plain, permuted):
-        grow_and_train(bench)
-    found, want = permuted.population.host.params, plain.population.host.params[order]
-    assert bit_equal(found, want) if executor == "streamed" else torch.allclose(found, want, atol=1e-6)
-
-
 @each_executor
 def test_masks_of_host_dropout_differ_from_step_to_step(executor):
     losses = set()
@@ -218,8 +218,7 @@ def test_masks_of_host_dropout_differ_from_step_to_step(executor):
 
 @each_executor
 def test_a_cnn_is_measured_the_same_with_and_without_shared_prefixes(executor):
-    bench = tiny.with_players(Bench(2))
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = tiny.with_players(bench_of(executor, 2))
     found, want = bench.measure(shapley=True)
     bench.executor.data.host.shares_prefixes = False
     _, measured = bench.measure(shapley=True)
@@ -290,9 +289,6 @@ def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_me
         weight = torch.tensor(mask)
         (found,) = torch.autograd.grad(errors * weight, errors, mean_factor(weight.sum()).expand(4))
         assert found.tolist() == want
-
-
-# -- steps of some batches --------------------------------------------------------------------------------------------
 
 
 # -- which executor, and what is refused ------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from against_streamed import EXECUTORS, compare
+from against_streamed import EXECUTORS, bench_of, compare
 
 import tiny
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import LifecycleOp, SeedStage
+from esper.tasks.datasets import RandomFunction
 from esper.tasks.instances import MixedImages
 from esper.tasks.losses import Classification
 from esper.tolaria.executors.fused import FusedExecutor
@@ -45,6 +46,17 @@ def test_every_executor_measures_the_same_share_of_the_examples(name, hosts):
     compare(OTHERS[name], grown, num_envs=4, epochs=1, measured_share=0.3, **hosts)
 
 
+@pytest.mark.parametrize("name", ["native", "fused"])
+@pytest.mark.parametrize(
+    ("last", "examples", "end"),
+    [("merge", 33, (16, 33)), ("drop", 33, (16, 32)), ("drop", 47, (16, 32)), ("keep", 33, (32, 33))],
+)
+def test_batches_of_sixteen_are_merged_dropped_or_kept_in_every_executor(last, examples, end, name):
+    settings = {"data": tiny.dataset(train=examples), "last_batch": last}
+    assert tiny.Bench(**settings).executor.data.train_batches(1).bounds[-1] == end
+    compare(OTHERS[name], grown, num_envs=4, epochs=1, **settings)
+
+
 def task(**changes):
     return tiny.task(instances=MIXED, batches_per_step=3, **changes)
 
@@ -66,6 +78,26 @@ def test_a_host_is_trained_alike_alone_and_among_others():
         assert values[2] == alone.instance[name][0]
 
 
+NOISE = RandomFunction(lambda x: x + 0.5 * torch.randn_like(x))
+
+
+def trained(executor, num_envs, *, offset=0, augmentation=NOISE):
+    """Parameters [N, P] of the hosts after two steps with a plain function as augmentation."""
+    data = replace(tiny.dataset(), augmentation=augmentation)
+    bench = bench_of(executor, num_envs, data=data, host_offset=offset)
+    bench.train(2)
+    return bench.population.host.params
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_function_that_draws_augments_a_host_alike_alone_and_as_one_of_three(executor):
+    together = trained(executor, 3)
+    torch.testing.assert_close(together, trained("streamed", 3), atol=2e-5, rtol=1e-3)
+    for host in range(3):
+        torch.testing.assert_close(trained(executor, 1, offset=host)[0], together[host], atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(together, trained(executor, 3, augmentation=None), atol=1e-4)
+
+
 def test_copies_are_the_same_host():
     copies, hosts = episode(4, distinct_hosts=2), episode(2)
     for n in range(4):
@@ -84,20 +116,6 @@ def test_copies_of_scripted_hosts_are_the_same_host():
     stats = engine.rollout(ToyClient(engine.spec, script(6, 5, {})))
     assert np.array_equal(stats.val_acc[:3], stats.val_acc[3:])
     assert len(set(stats.val_acc.tolist())) == 3
-
-
-def test_a_restored_episode_has_the_same_instances():
-    of = task()
-    client = script(3, 4, {})
-    whole, first, second = (tiny.engine(3, 4, of=of) for _ in range(3))
-    for engine in (whole, first):
-        engine.reset(ToyClient(engine.spec, client), 2)
-    for _ in range(2):
-        first.step(ToyClient(first.spec, client))
-    toy = ToyClient(second.spec, client)
-    second.load_state_dict(first.state_dict(), toy)
-    found, want = second.rollout(toy), whole.rollout(ToyClient(whole.spec, client))
-    assert np.array_equal(found.committed_acc, want.committed_acc)
 
 
 def test_the_test_split_is_that_of_the_host():

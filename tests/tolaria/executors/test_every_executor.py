@@ -1,28 +1,24 @@
 """What every executor guarantees: gradients, measurements, and what they leave unchanged."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from against_streamed import EXECUTORS
+from against_streamed import EXECUTORS, bench_of
 from torch.overrides import TorchFunctionMode
 
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.tasks.datasets import Split
 from plain import PlainTraining, assert_close
-from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
+from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, dataset, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 
 every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
 every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
-
-
-def bench_of(executor: str, num_envs: int = 1) -> Bench:
-    bench = Bench(num_envs)
-    bench.executor = EXECUTORS[executor](bench.executor.data)
-    return bench
 
 
 def grown_bench(executor: str) -> Bench:
@@ -95,12 +91,12 @@ def test_under_a_falling_seed_the_host_trains_as_plain_pytorch_with_that_seed_fi
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def plain_logits(bench: Bench, host: int, on: np.ndarray) -> torch.Tensor:
-    """Logits of one coalition by one pass of a plain network over the whole validation split."""
+def plain_logits(bench: Bench, host: int, on: np.ndarray, split: str = "val") -> torch.Tensor:
+    """Logits of one coalition by one pass of a plain network over a whole split."""
     model = PlainTraining(bench, host).model
     model.grown = {slot: grown for slot, grown in model.grown.items() if on[SLOTS.index(slot)]}
     with torch.no_grad():
-        return model.eval()(bench.data.val.x)
+        return model.eval()(bench.data.split(split).x)
 
 
 @every_executor
@@ -192,15 +188,36 @@ def test_measuring_changes_no_tensor_and_no_generator(executor):
     assert torch.equal(torch.random.get_rng_state(), of_torch)
 
 
+def test_a_step_measures_a_share_of_the_examples_and_what_is_kept_all_of_them():
+    bench = Bench(measured_share=0.5)  # 15 of 30 examples: every second one
+    bench.grow("r0c1", "conv_light", S.HOLDING, alpha=1.0)
+    found, outputs = bench.measure()
+    y = bench.data.val.y
+    for k in range(2):
+        hits = plain_logits(bench, 0, found.sets[0, k].numpy()).argmax(dim=1) == y
+        assert outputs.accuracy[0, k].item() == pytest.approx(100.0 * hits[::2].float().mean().item())
+    kept = bench.executor.committed("val", bench.slots)
+    loss = torch.nn.functional.cross_entropy(plain_logits(bench, 0, np.zeros(3, dtype=bool)), y)
+    assert kept.loss[0].item() == pytest.approx(loss.item())
+
+
 @every_executor
-def test_measuring_does_not_change_the_training_that_follows(executor):
-    measured, straight = grown_bench(executor), grown_bench(executor)
-    measured.measure(shapley=True)
-    measured.executor.apply_structure(measured.structure())
-    straight.executor.apply_structure(straight.structure())
-    measured.train()
-    straight.train()
-    assert same_tree(measured.executor.state_dict(), straight.executor.state_dict())
+def test_the_test_split_is_measured_with_fossils_alone(executor):
+    bench = grown_bench(executor)
+    found, split = bench.executor.committed("test", bench.slots), bench.data.test
+    for host, on in enumerate(([False] * 3, [True, False, False])):
+        logits = plain_logits(bench, host, np.array(on), "test")
+        hits, loss = logits.argmax(dim=1) == split.y, torch.nn.functional.cross_entropy(logits, split.y)
+        assert found.accuracy[host].item() == pytest.approx(100.0 * hits.float().mean().item())
+        assert found.loss[host].item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_all_correct_is_exactly_one_hundred_percent():
+    data = dataset(train=45, val=45)  # 45 * (100 / 45) is above 100 in float32
+    data = replace(data, **{name: Split(of.x, of.y.zero_()) for name, of in (("train", data.train), ("val", data.val))})
+    bench = Bench(1, data=data)
+    assert bench.train(6).acc.item() == 100.0
+    assert bench.measure()[1].accuracy[0, 0].item() == 100.0
 
 
 # -- rows that are not trained ----------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ def without_fault(executor, loss):
 
 
 FAULTS = {
-    **{f"a gradient of {value}": {"loss": gradient_of(value)} for value in (NAN, INF)},
-    **{f"a loss of {value}": {"loss": loss_of(value)} for value in (NAN, INF)},
-    **{f"an image of {value}": {"bad_row": value} for value in (NAN, INF, 1e30)},
+    "a gradient of nan": {"loss": gradient_of(NAN)},
+    "a loss of inf": {"loss": loss_of(INF)},
+    **{f"an image of {value}": {"bad_row": value} for value in (NAN, 1e30)},
 }
 
 

@@ -1,17 +1,13 @@
 """The fused executor beside the streamed one: what only stacked hosts can get wrong."""
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from against_streamed import compare
-from torch.overrides import TorchFunctionMode
+from against_streamed import bench_of, compare, of_each_split
 
 import tiny
-from esper.kasmina.blending import blend
 from esper.leyline.lifecycle import Algorithm, HostFamily, LifecycleOp, SeedStage
+from esper.tasks.datasets import Split
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import BlendSlice, FusedExecutor, GroupOutputs, blend_groups, buckets
@@ -86,54 +82,6 @@ def features(seed):
     return torch.randn(BATCH, HOSTS, *FEATURES, generator=generator, dtype=torch.float64)
 
 
-def alone(h, delta, gate, algorithm, alpha, active):
-    """One host by the rules for one seed."""
-    return blend(h, delta, algorithm, alpha if active else None, gate)
-
-
-@pytest.mark.parametrize("active", [True, False])
-@pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
-def test_value_and_gradients_are_those_of_each_host_alone(algorithm, active):
-    h, delta = features(1).requires_grad_(), features(2)[:, :3].clone().requires_grad_()
-    gate = torch.rand(BATCH, 3, 1, 1, 1, dtype=torch.float64).requires_grad_() if algorithm is GATE else None
-    hosts = [4, 0, 3]
-    group = GroupOutputs((piece(algorithm, active, 0, hosts),), torch.tensor(hosts), h[:, hosts], delta, gate)
-    together = blend_groups(h, [group])
-    rows = list(h.unbind(1))
-    for i, n in enumerate(hosts):
-        rows[n] = alone(h[:, n], delta[:, i], gate[:, i] if gate is not None else None, algorithm, ALPHA[n], active)
-    apart = torch.stack(rows, dim=1)
-    torch.testing.assert_close(together, apart)
-    leaves = [x for x in (h, delta, gate) if x is not None]
-    grad_out = features(3)
-    for ours, theirs in zip(
-        torch.autograd.grad(together, leaves, grad_out), torch.autograd.grad(apart, leaves, grad_out), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_several_algorithms_in_one_group_and_several_groups_in_one_slot():
-    h = features(4).requires_grad_()
-    first, second = features(5)[:, :4].clone().requires_grad_(), features(6)[:, :2].clone().requires_grad_()
-    gate = torch.rand(BATCH, 2, 1, 1, 1, dtype=torch.float64).requires_grad_()
-    ways = [(ADD, True, 5), (MULTIPLY, True, 1), (GATE, False, 2), (GATE, True, 0)]
-    pieces = tuple(piece(algorithm, active, i, [n]) for i, (algorithm, active, n) in enumerate(ways))
-    mixed = GroupOutputs(pieces, torch.tensor([5, 1, 2, 0]), h[:, [5, 1, 2, 0]], first, gate)
-    plain = GroupOutputs((piece(ADD, False, 0, [3, 4]),), torch.tensor([3, 4]), h[:, [3, 4]], second, None)
-    together = blend_groups(h, [mixed, plain])
-    rows = list(h.unbind(1))
-    for i, (algorithm, active, n) in enumerate(ways):
-        rows[n] = alone(h[:, n], first[:, i], gate[:, i - 2] if i >= 2 else None, algorithm, ALPHA[n], active)
-    for i, n in enumerate((3, 4)):
-        rows[n] = alone(h[:, n], second[:, i], None, ADD, ALPHA[n], False)
-    apart = torch.stack(rows, dim=1)
-    torch.testing.assert_close(together, apart)
-    leaves, grad_out = (h, first, second, gate), features(7)
-    torch.testing.assert_close(
-        torch.autograd.grad(together, leaves, grad_out), torch.autograd.grad(apart, leaves, grad_out)
-    )
-
-
 @pytest.mark.parametrize("algorithm", [ADD, MULTIPLY])
 def test_the_output_of_a_hidden_seed_is_not_read(algorithm):
     h, delta = features(8), torch.full((BATCH, 1, *FEATURES), torch.inf, dtype=torch.float64)
@@ -141,78 +89,25 @@ def test_the_output_of_a_hidden_seed_is_not_read(algorithm):
     assert torch.equal(blend_groups(h, [group]), h)
 
 
-def test_a_group_of_every_host_in_order_needs_no_index():
-    h, delta = features(9), features(10)
-    everyone = list(range(HOSTS))
-    group = GroupOutputs((piece(ADD, True, 0, everyone),), None, h, delta, None)
-    want = h + delta * ALPHA.double().view(-1, 1, 1, 1)
-    torch.testing.assert_close(blend_groups(h, [group]), want)
-
-
-def test_the_gradient_of_a_host_passes_a_seed_that_is_not_trained():
-    h = features(11).requires_grad_()
-    delta = features(12)[:, :1]
-    group = GroupOutputs((piece(MULTIPLY, True, 0, [1]),), torch.tensor([1]), h[:, [1]], delta, None)
-    (grad,) = torch.autograd.grad(blend_groups(h, [group]).sum(), h)
-    torch.testing.assert_close(grad[:, 1], 1.0 + ALPHA[1].double() * torch.tanh(delta[:, 0]))
-    assert torch.equal(grad[:, [0, 2, 3, 4, 5]], torch.ones_like(grad[:, [0, 2, 3, 4, 5]]))
-
-
 Op, S = LifecycleOp, SeedStage
 
 
-class LossesCounted(TorchFunctionMode):
-    """Counts calls of the loss: one per batch and host where hosts are measured one by one, else one per batch."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is torch.nn.functional.cross_entropy
-        return func(*args, **(kwargs or {}))
-
-
 def test_on_a_cpu_hosts_are_measured_one_by_one_by_default():
-    hosts, batches = 3, 2
-    outputs = {}
-    for together in (None, False, True):
-        bench = Bench(hosts)
-        executor = FusedExecutor(bench.executor.data, **({} if together is None else {"measures_together": together}))
-        bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
-        bench.grow("r1c0", "norm", S.FOSSILIZED, alpha=1.0)
-        executor.train_epoch(1, bench.slots)
-        found = bench.coalitions()
-        executor.apply_structure(bench.structure(found))
-        with LossesCounted() as counted:
-            measured = executor.evaluate(1, bench.slots, found)
-        outputs[together] = (
-            counted.calls,
-            measured.accuracy[found.valid].tolist(),
-            executor.committed("test", bench.slots).accuracy[:, 0].tolist(),
-        )
-    assert outputs[None][0] == outputs[False][0] == hosts * batches
-    assert outputs[True][0] == batches  # three hosts with as many states each: one bucket
-    assert outputs[None][1:] == outputs[False][1:] == outputs[True][1:]
+    assert not FusedExecutor(Bench(1).executor.data).measures_together
 
 
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_features_in_another_memory_format_train_and_measure_to_the_same(executor):
     outputs = []
     for layout in (torch.contiguous_format, torch.channels_last):
-        data = tiny.dataset()
         # two channels in memory, so that the formats differ: the images have one
-        splits = {
-            name: dataclasses.replace(
-                data.split(name), x=data.split(name).x.repeat(1, 2, 1, 1).contiguous(memory_format=layout)[:, :1]
-            )
-            for name in ("train", "val", "test")
-        }
-        bench = Bench(2, data=dataclasses.replace(data, **splits))
-        runs = FusedExecutor(bench.executor.data, measures_together=True) if executor == "fused" else bench.executor
+        def stored(of: Split, layout=layout) -> Split:
+            return Split(of.x.repeat(1, 2, 1, 1).contiguous(memory_format=layout)[:, :1], of.y)
+
+        bench = bench_of(executor, 2, data=of_each_split(tiny.dataset(), stored))
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
-        runs.train_epoch(1, bench.slots)
-        found = bench.coalitions()
-        runs.apply_structure(bench.structure(found))
-        outputs.append((runs.evaluate(1, bench.slots, found), runs.state_dict()))
+        bench.train()
+        outputs.append((bench.measure()[1], bench.executor.state_dict()))
     assert outputs[0][0].accuracy.tolist() == outputs[1][0].accuracy.tolist()
     for name, x in outputs[0][1].items():
         torch.testing.assert_close(outputs[1][1][name], x, atol=1e-6, rtol=1e-5, msg=name)
@@ -231,22 +126,16 @@ def test_each_host_of_a_run_equals_that_host_alone():
         alone.reset(own, 0)
         found = alone.rollout(own)
         assert found.stage.tolist() == stats.stage[host : host + 1].tolist()
-        torch.testing.assert_close(
-            alone.executor.population.host.params[0], whole.executor.population.host.params[host], atol=1e-5, rtol=1e-4
-        )
-        torch.testing.assert_close(
-            alone.executor.population.seeds.params,
-            whole.executor.population.seeds.params[3 * host : 3 * host + 3],
-            atol=1e-5,
-            rtol=1e-4,
-        )
+        mine, all_hosts = alone.executor.population, whole.executor.population
+        seeds = all_hosts.seeds.params[3 * host : 3 * host + 3]
+        torch.testing.assert_close(mine.host.params[0], all_hosts.host.params[host], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mine.seeds.params, seeds, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_trains_as_host_by_host(dtype):
     # rounding to 8 or 11 bits differs by kernel, so the losses agree to about as much
-    known, fused = Bench(2, scaler_dtype=dtype), Bench(2, scaler_dtype=dtype)
-    fused.executor = FusedExecutor(fused.executor.data, measures_together=True)
+    known, fused = (bench_of(name, 2, scaler_dtype=dtype) for name in ("streamed", "fused"))
     for bench in (known, fused):
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
         bench.grow("r0c1", "norm", S.TRAINING)

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from against_streamed import EXECUTORS, bench_of
 
 import tiny
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Algorithm, LifecycleOp, SeedStage
 from esper.tasks.losses import Classification
 from esper.tasks.registry import task_by_name
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
-from tiny import CLASSES, SGD, Bench
+from tiny import CLASSES, SGD
 from toys import ToyClient, action, script
 
-EXECUTORS = {"streamed": StreamedExecutor, "fused": FusedExecutor, "native": NativeExecutor}
 LENGTH, WARMUP = 4, 1
 COSINE = {"schedule": "cosine", "warmup": WARMUP}
 OPTIMIZERS = {"sgd": replace(SGD, **COSINE), "adamw": replace(tiny.adamw(), host_lr=0.01, seed_lr=0.02, **COSINE)}
@@ -34,8 +31,7 @@ def of_torch(optimizer):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_rate_of_a_late_seed_falls_from_its_birth_to_the_end_of_the_episode(executor):
-    bench = Bench(1, optimizer=OPTIMIZERS["sgd"], episode_length=LENGTH)
-    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench = bench_of(executor, optimizer=OPTIMIZERS["sgd"], episode_length=LENGTH)
     bench.train(2)
     bench.grow("r1c0", "conv_light", SeedStage.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
     plain = PlainTraining(bench)
@@ -58,7 +54,7 @@ def test_the_rate_of_a_late_seed_falls_from_its_birth_to_the_end_of_the_episode(
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_hosts_and_seeds_follow_the_schedulers_of_torch_with_a_rate_of_their_own(kind, executor):
     factors, spec = torch.tensor([1.0, 0.25]), OPTIMIZERS[kind]
-    bench = Bench(2, optimizer=spec, episode_length=LENGTH, lr_factors=factors)
+    bench = bench_of(executor, 2, optimizer=spec, episode_length=LENGTH, lr_factors=factors)
     bench.grow("r0c0", "conv_small", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
     plain = [PlainTraining(bench, host) for host in (0, 1)]
@@ -76,7 +72,6 @@ def test_hosts_and_seeds_follow_the_schedulers_of_torch_with_a_rate_of_their_own
             for group in optimizer.param_groups:
                 group["lr"] *= factor
     schedulers = [of_torch(optimizer) for network in plain for _, optimizer in network.optimizers]
-    bench.executor = EXECUTORS[executor](bench.executor.data)
     for t in range(1, LENGTH + 1):
         bench.train()
         for network in plain:
@@ -92,11 +87,10 @@ def test_hosts_and_seeds_follow_the_schedulers_of_torch_with_a_rate_of_their_own
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_labels_are_smoothed_as_by_torch_in_training_and_not_in_measuring(executor):
-    bench = Bench(1, objective=Classification(CLASSES, label_smoothing=0.3))
+    bench = bench_of(executor, objective=Classification(CLASSES, label_smoothing=0.3))
     bench.grow("r0c0", "conv_small", SeedStage.HOLDING, alpha=1.0)
     plain = PlainTraining(bench)
     plain.label_smoothing = 0.3
-    bench.executor = EXECUTORS[executor](bench.executor.data)
     for t in (1, 2):
         told = bench.train()
         plain.epoch(t)

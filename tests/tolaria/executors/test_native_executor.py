@@ -5,41 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from against_streamed import compare, whole_run
+from against_streamed import bench_of, compare, of_each_split, whole_run
+from test_native_losses import OF_NUMBERS, with_numbers
+from test_own_blueprints import registered
 from torch import nn
 
-from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.cnn import CNNHost
-from esper.kasmina.parameters.population import Population
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
+from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset, RandomFunction, Split
-from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.native.machine import cached_library
-from esper.tolaria.executors.network import HostData
-from esper.tolaria.executors.streamed import StreamedExecutor
-from tiny import BATCH, CPU, HOST, OBJECTIVE, SGD, SLOTS, VAL_BATCH, Bench, dataset, engine, same_tree
-
-
-class Own(AbstractBlueprint):
-    """A user's own."""
-
-    family = HostFamily.CNN
-    init = {}  # noqa: RUF012
-
-    def __init__(self, name, build):
-        self.name, self.build = name, build
-
-    def build(self, channels: int) -> nn.Module:
-        raise AssertionError("replaced")
-
-    def num_params(self, channels: int) -> int:
-        return sum(p.numel() for p in self.build(channels).parameters())
+from tiny import CPU, HOST, SLOTS, VAL_BATCH, Bench, dataset, engine, same_tree
 
 
 def fern(channels):
@@ -80,80 +61,82 @@ OWN = {
 """What is built, and why it has no rule."""
 
 
-@pytest.fixture
-def own():
-    """Registers a blueprint until the end of the test."""
-    names = []
+class Users(nn.Module):
+    """[B, 1, 6, 6] -> logits [B, 3], by layers of all kinds."""
 
-    def register(build):
-        registry.register(Own(build.__name__, build))
-        names.append(build.__name__)
-        return build.__name__
+    def __init__(self) -> None:
+        super().__init__()
+        self.r0c0 = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
+        self.r1c0 = nn.Conv2d(4, 4, (3, 1), padding="same", padding_mode="reflect")
+        self.r0c1 = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop, self.head = nn.Dropout(0.25), nn.Linear(8, 3)
 
-    yield register
-    for name in reversed(names):
-        registry.unregister(name)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.r0c1(self.r1c0(self.r0c0(x))).flatten(2).transpose(1, 2)
+        h = h + self.mix(h, h, h)[0]
+        return self.head(self.drop(h.mean(1)))
+
+
+def users_host():
+    return ModuleHostSpec.of(Users, SLOTS, dataset().train.x[:8]).build(SLOTS, dataset().train.x[:1])
+
+
+SETTINGS = {
+    "usual": lambda: {},
+    "a loss of its own": lambda: {"data": with_numbers(), "objective": OF_NUMBERS["logits"]},
+    "a network of the users": lambda: {"host": users_host()},
+}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        alone, many = Bench(1), Bench(33)
-        many_native, alone_native = NativeExecutor(many.executor.data), NativeExecutor(alone.executor.data)
-    finally:
-        torch.set_num_threads(before)
-    alone.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
-    many.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0, hosts=[0, *range(5, 33)])
-    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 33)))
-    totals = [native.train_epoch(1, bench.slots) for native, bench in ((alone_native, alone), (many_native, many))]
-    assert torch.equal(totals[1].loss[:1], totals[0].loss)
-    assert torch.equal(many.population.host.params[:1], alone.population.host.params)
-    assert torch.equal(many.population.host.buffers[:1], alone.population.host.buffers)
-    assert torch.equal(many.population.seeds.params[:3], alone.population.seeds.params)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(settings, threads):
+    alone, many = Bench(1, **settings()), Bench(17, **settings())
+    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 17)))
+    found = []
+    for bench, hosts, count in ((alone, [0], 1), (many, [0, *range(5, 17)], threads)):
+        bench.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0, hosts=hosts)
+        bench.executor = NativeExecutor(bench.executor.data, threads=count)
+        told = bench.train(2)
+        coalitions, measured = bench.measure()
+        p, valid = bench.population, coalitions.valid[0]
+        rows = [x[:1] for x in (p.host.params, p.host.buffers)] + [x[:3] for x in (p.seeds.params, p.seeds.buffers)]
+        found.append([told.loss[:1], *rows, measured.loss[:1], measured.accuracy[0][valid]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("build", "reason"), OWN.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_blueprint_of_the_users_own_grows_too(own, build, reason):
-    name = own(build)
-
+def test_a_blueprint_of_the_users_own_grows_too(build, reason):
     def grow(bench):
-        bench.grow("r0c0", name, SeedStage.BLENDING, alpha=0.5, hosts=[1], algorithm=Algorithm.GATE)
+        bench.grow("r0c0", "own", SeedStage.BLENDING, alpha=0.5, hosts=[1], algorithm=Algorithm.GATE)
         bench.grow("r1c0", "conv_light", SeedStage.TRAINING, hosts=[0, 1])
 
-    compare(NativeExecutor, grow)
-    refused = NativeExecutor(Bench(1).executor.data).refused
-    assert refused.keys() == ({name} if reason else set())
-    assert reason is None or re.search(reason, refused[name])
+    with registered(build):
+        compare(NativeExecutor, grow)
+        refused = NativeExecutor(Bench(1).executor.data).refused
+    assert refused.keys() == ({"own"} if reason else set())
+    assert reason is None or re.search(reason, refused["own"])
 
 
 @pytest.mark.parametrize("augmentation", [None, RandomFunction(lambda x: x)], ids=["stored", "made by PyTorch"])
 def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch(augmentation):
-    images = dataset(train=1, val=VAL_BATCH + 1)
-    small = {name: Split(images.split(name).x[..., :2, :2], images.split(name).y) for name in ("train", "val", "test")}
-    data = Dataset(identity={"name": "small"}, **small, num_classes=3, augmentation=augmentation)
+    images = replace(dataset(train=1, val=VAL_BATCH + 1), augmentation=augmentation)
+    data = of_each_split(images, lambda of: Split(of.x[..., :2, :2], of.y))
     for executor in ("streamed", "native"):
         host = CNNHost(HOST, ("r0c1",), image_size=(2, 2))
-        population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
-        hosts = HostData(
-            population, data, OBJECTIVE, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU),
-            last_batch="keep", schedule=(0, 1),
-        )  # fmt: skip
-        wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
-        wrapped.reset(0)
-        slots = empty_slots(2, 1, CPU)
-        wrapped.committed("test", slots)  # running statistics need no batch
+        bench = bench_of(executor, 2, host=host, data=data, last_batch="keep")
+        bench.executor.committed("test", bench.slots)  # running statistics need no batch
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-            wrapped.train_epoch(1, slots)
+            bench.train()
 
 
-def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one(own):
-    name = own(moss)
-    streamed, other = Bench(2), Bench(2)
-    for bench in (streamed, other):
-        bench.grow("r0c0", name, SeedStage.BLENDING, alpha=0.5)
-    totals = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
+def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one():
+    with registered(moss):
+        streamed, other = Bench(2), Bench(2)
+        for bench in (streamed, other):
+            bench.grow("r0c0", "own", SeedStage.BLENDING, alpha=0.5)
+        totals = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
     assert torch.equal(totals.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
     assert same_tree(other.population.state_dict(), streamed.population.state_dict())
 
@@ -167,18 +150,6 @@ def test_a_program_is_written_once_for_each_structure():
     cache = native._networks.training.cache_info()
     assert (cache.misses, cache.hits) == (2, 6)
     assert cache.maxsize is not None  # a long run meets more structures than memory could hold
-
-
-def test_a_step_measures_a_part_of_the_split_and_the_end_all_of_it():
-    found = []
-    for wrap in (NativeExecutor, StreamedExecutor):
-        bench = Bench(2, measured_share=0.4)
-        bench.executor = wrap(bench.executor.data)
-        part = bench.measure()[1].loss
-        found.append((part, bench.executor.committed("val", bench.slots).loss))
-    for native, streamed in zip(*found, strict=True):
-        torch.testing.assert_close(native, streamed, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(*found[0])
 
 
 def test_examples_that_are_edited_between_passes_are_refused():

@@ -5,15 +5,10 @@ import faulthandler
 
 import pytest
 import torch
-from torch import nn
 
-from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.leyline.lifecycle import SeedStage
 from esper.tolaria.executors.native import compare
-from esper.tolaria.executors.native.executor import NativeExecutor
 from fuzz_native import Options, both, differs, reduced, refusal, survey
 from random_networks import EDITS, ELEMENTWISE, SHAPES, Plan, RefusedError, Step, check, draw
-from tiny import SLOTS, Bench, dataset
 
 
 def surveyed(count, seed, look=differs):
@@ -109,42 +104,3 @@ def test_a_crash_is_attributed_to_its_network():
     report = survey(Options(count=3), look=crash)
     assert [f.status == "crash" for f in report.found] == [False, True, False]
     assert "SIGSEGV" in report.found[1].words
-
-
-class Users(nn.Module):
-    """[B, 1, 6, 6] -> logits [B, 3], by layers of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.r0c0 = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
-        self.r1c0 = nn.Conv2d(4, 4, (3, 1), padding="same", padding_mode="reflect")
-        self.r0c1 = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
-        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.drop, self.head = nn.Dropout(0.25), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.r0c1(self.r1c0(self.r0c0(x))).flatten(2).transpose(1, 2)
-        h = h + self.mix(h, h, h)[0]
-        return self.head(self.drop(h.mean(1)))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_network_of_the_users_has_the_bits_it_has_alone(threads):
-    spec = ModuleHostSpec.of(Users, SLOTS, dataset().train.x[:8])
-
-    def bench(count):
-        return Bench(count, host=spec.build(SLOTS, dataset().train.x[:1]))
-
-    alone, many = bench(1), bench(9)
-    for of, hosts in ((alone, [0]), (many, [0, *range(5, 9)])):
-        of.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=0.5, hosts=hosts)
-    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 9)))
-    totals = [
-        NativeExecutor(of.executor.data, threads=count).train_epoch(1, of.slots)
-        for of, count in ((alone, 1), (many, threads))
-    ]
-    assert torch.equal(totals[1].loss[:1], totals[0].loss)
-    for name in ("params", "buffers"):
-        for of in ("host", "seeds"):
-            few, more = (getattr(getattr(made.population, of), name) for made in (alone, many))
-            assert torch.equal(more[: len(few)], few), f"{name} of {of}"

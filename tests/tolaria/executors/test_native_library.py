@@ -15,10 +15,6 @@ from esper.tolaria.executors.native.program import INSTRUCTION, Operation
 SANITIZED = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
-def test_a_process_loads_it_once():
-    assert cached_library() is cached_library()
-
-
 def test_both_sides_know_the_same_operations_and_instructions():
     assert isinstance(cached_library(), Library)  # its constructor compares names and size
     assert [operation.value for operation in Operation] == list(range(len(Operation)))

@@ -9,7 +9,6 @@ from against_streamed import compare
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
-from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.dropout import Moment
 from esper.kasmina.parameters.stacking import stack_layers, vmapped, way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
@@ -17,7 +16,7 @@ from esper.leyline.lifecycle import HostFamily, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
-from tiny import Bench, bit_equal, engine, same_tree
+from tiny import Bench, bit_equal, engine, same_tree, task
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
 
@@ -145,26 +144,6 @@ def test_hosts_that_run_together_drop_what_they_drop_alone(build, executor):
 # -- initial values ---------------------------------------------------------------------------------------------------
 
 
-def new_seeds(num_envs: int, **settings: int) -> list[dict[str, Tensor]]:
-    """Parameters, and the buffer, of a seed in each host."""
-    bench = Bench(num_envs, **settings)
-    bench.grow("r1c0", "own")
-    buffers = [bench.population.seeds.buffers[bench.seed_row("r1c0", n), :4] for n in range(num_envs)]
-    return [{"mixing": buffers[n], **bench.seed_params("r1c0", n)} for n in range(num_envs)]
-
-
-def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_constant_ones():
-    with registered(Looked):
-        hosts, other_run = new_seeds(3), new_seeds(1, run_seed=6)
-        (alone,) = new_seeds(1, host_offset=2)
-    assert same_tree(alone, hosts[2])
-    assert all(torch.equal(host["conv.bias"], torch.full((4,), 0.125)) for host in hosts)
-    assert not any(host["table.weight"][0].any() for host in hosts)
-    for name in ("table.weight", "noise", "conv.weight", "mixing"):
-        values = [host[name][..., -1].sum().item() for host in (*hosts, *other_run)]
-        assert len(set(values)) == 4, name
-
-
 def test_rebuilt_seeds_train_fused_as_host_by_host():
     with registered(Looked):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
@@ -197,6 +176,25 @@ def test_blueprints_that_cannot_be_stacked_are_refused_or_run_host_by_host():
 # -- what cannot grow -------------------------------------------------------------------------------------------------
 
 
+class PooledNorm(nn.Module):
+    """Shifts each channel by its mean over the image, normalized over the batch."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.norm(h.mean(dim=(2, 3)))[:, :, None, None]
+
+
+def test_a_blueprint_that_normalizes_single_values_needs_batches_of_two():
+    with registered(PooledNorm):
+        of = task(batch_train=32, last_batch="keep")
+        assert registry.names().index("own") in engine(of=of).spec.selectable
+        with pytest.raises(ConfigError, match=r"blueprint 'own' .* \(1, .*more than 1 value.*give a larger batch"):
+            engine(of=task(batch_train=1))
+
+
 class Shuffled(nn.Conv2d):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels, 1)
@@ -219,14 +217,3 @@ OWN = torch.Generator()
 def test_a_blueprint_that_cannot_be_trained_is_refused_before_the_run(build, message):
     with registered(build), pytest.raises(ConfigError, match=message):
         Bench(1)
-
-
-# -- layers of both families ------------------------------------------------------------------------------------------
-
-
-def test_the_stacked_layer_scale_multiplies_the_channels_of_images_and_of_sequences():
-    stacked = stack_layers(LayerScale(2))
-    stacked._parameters["gamma"] = torch.tensor([[1.0, 2.0], [10.0, 20.0]])  # two hosts
-    images = stacked(torch.ones(4, 2, 3, 1))  # rows: host 0, host 1, host 0, host 1
-    assert images[:, :, 0, 0].tolist() == [[1.0, 2.0], [10.0, 20.0], [1.0, 2.0], [10.0, 20.0]]
-    assert stacked(torch.ones(2, 3, 2))[:, 2].tolist() == [[1.0, 2.0], [10.0, 20.0]]

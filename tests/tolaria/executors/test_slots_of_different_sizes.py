@@ -1,7 +1,6 @@
 """Two slots with equal channels and different sizes: what fits one of them only is not grown, and says so."""
 
 import pytest
-import torch
 from test_own_blueprints import registered
 from torch import Tensor, nn
 
@@ -55,9 +54,3 @@ def test_a_blueprint_that_fits_one_of_two_slots_is_left_out_with_its_name_the_sl
 def test_a_blueprint_that_fits_no_slot_is_refused_by_its_name():
     with registered(Large), pytest.raises(ConfigError, match="blueprint 'own' cannot be trained on features"):
         engine(("narrow",), "streamed")
-
-
-def test_both_sizes_are_trained():
-    run = engine(("wide", "narrow"), "fused")
-    assert [len(shapes) for shapes in run.executor.population.features.values()] == [2]
-    assert torch.isfinite(run.executor.population.host.params).all()

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from against_streamed import EXECUTORS
-from test_every_executor import bench_of
+from against_streamed import EXECUTORS, bench_of
 
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from plain import assert_close

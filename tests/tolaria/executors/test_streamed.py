@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from plain import PlainTraining, assert_close
-from tiny import BATCH, SGD, SLOTS, Bench, dataset
+from tiny import SGD, SLOTS, Bench
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
@@ -52,15 +52,6 @@ def test_two_epochs_equal_plain_training(name):
 @pytest.mark.parametrize("name", ["half-blended gate", "straight-through"])
 def test_host_and_seed_are_clipped_each_by_its_own_norm_gate_included(name):
     check_epochs(name, hosts=2, epochs=2, loudness=100.0, optimizer=replace(SGD, grad_clip=0.005))
-
-
-def test_an_epoch_equals_plain_training_with_two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        check_epochs("half-blended gate", hosts=1, epochs=1)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_seeds_in_all_slots_train_side_by_side_like_plain_modules():
@@ -156,21 +147,6 @@ def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
     assert not outputs.grad_exploding[:, holding].any()
 
 
-def test_a_layer_that_gets_no_gradient_lowers_the_health_of_its_seed():
-    bench = Bench(1)
-    bench.grow("r0c0", "attention")  # its last layer is zero at birth, so the first one has no gradient yet
-    bench.data = dataset(train=BATCH)  # a single batch: still at birth when it is measured
-    first = Bench(1, data=bench.data)
-    first.grow("r0c0", "attention")
-    outputs = first.train()
-    # tensors: W1, W2, b2; W1 sees nothing through W2 = 0
-    assert outputs.grad_health[0, 0].item() == pytest.approx(1.0 - 0.5 / 3.0)
-    assert bool(outputs.grad_vanishing[0, 0])
-
-
 def test_without_seeds_no_statistic_is_measured():
     outputs = Bench(2).train()
     assert bool(outputs.grad_norm.isnan().all() & outputs.grad_health.isnan().all() & outputs.grad_ratio.isnan().all())
-
-
-# -- hosts do not know each other -----------------------------------------------------------------------------------

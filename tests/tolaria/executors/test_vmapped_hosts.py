@@ -1,6 +1,7 @@
-"""Users' networks that run as a whole through `torch.vmap`: streamed and fused agree, seeds included."""
+"""Users' networks that run as a whole through `torch.vmap`, or with PyTorch's own attention: fused is as streamed."""
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -95,14 +96,23 @@ class Einsum(nn.Module):
         return torch.einsum("btd,vd->btv", self.r0c1(h), self.embed.weight) + self.bias
 
 
-def compare_fused(network: Callable[[], nn.Module], grow, together, num_envs, data: Dataset | None = None, **settings):
+def compare_fused(
+    network: Callable[[], nn.Module],
+    grow,
+    together,
+    num_envs,
+    data: Dataset | None = None,
+    *,
+    vmapped: bool = True,
+    **settings,
+):
     data = tokens.tokens() if data is None else data
     x = data.train.x
     host = ModuleHostSpec.of(network, SLOTS, x[:8]).build(SLOTS, x[:1])
 
     def fused(data: HostData) -> FusedExecutor:
         executor = FusedExecutor(data, measures_together=together)
-        assert isinstance(executor.stacked_modules.host.module, Vmapped)
+        assert isinstance(executor.stacked_modules.host.module, Vmapped) is vmapped
         return executor
 
     with token_seeds():
@@ -127,16 +137,48 @@ def test_fused_is_streamed_for_a_network_that_runs_through_vmap(network, togethe
 
 
 @pytest.mark.parametrize(
-    ("network", "slot", "blueprint"),
-    [(Reader, "r0c1", "token_mlp"), (Recurrent, "r1c0", "token_scale"), (Normed, "r0c0", "token_mlp"),
-     (Einsum, "r1c0", "token_scale")],
-)  # fmt: skip
+    ("network", "slot", "blueprint"), [(Reader, "r0c1", "token_mlp"), (Einsum, "r1c0", "token_scale")]
+)
 def test_fused_is_streamed_inside_vmap_in_every_stage_and_blend(network, blueprint, slot):
     compare_fused(network, in_every_stage_and_blend(blueprint, slot), True, TWELVE, epochs=1)
 
 
 def test_one_host_alone_through_vmap_is_streamed():
     compare_fused(Normed, lambda bench: bench.grow("r0c0", "token_scale", CONDITIONS[1][0], alpha=0.4), True, 1)
+
+
+class Attending(nn.Module):
+    """Tokens [B, T] -> logits [B, T, V]: two layers of an encoder, and an attention to the embedding."""
+
+    def __init__(self, dropout: float = 0.0, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, D)
+        settings = {"dim_feedforward": 8, "dropout": dropout, "batch_first": True}
+        self.r0c0 = nn.TransformerEncoderLayer(D, 2, activation="gelu", **settings)
+        self.r1c0 = nn.TransformerEncoderLayer(D, 3, norm_first=True, **settings)
+        self.attend = nn.MultiheadAttention(D, 2, dropout=dropout)
+        self.r0c1, self.out = nn.LayerNorm(D), nn.Linear(D, VOCABULARY)
+        self.register_buffer("later", torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1))
+        if frozen:
+            self.r0c0.requires_grad_(False)
+            self.r1c0.self_attn.out_proj.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.embed(x)
+        h = self.r1c0(self.r0c0(start, src_mask=self.later), src_mask=self.later, is_causal=True)
+        seen, _ = self.attend(h.transpose(0, 1), start.transpose(0, 1), start.transpose(0, 1))
+        return self.out(self.r0c1(h + seen.transpose(0, 1)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.2}, {"frozen": True}])
+def test_fused_is_streamed_for_pytorchs_attention(settings):
+    def grow(bench):
+        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS[1:3], ALGORITHMS[::2])):
+            bench.grow("r0c0", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+        bench.grow("r0c1", "token_scale", CONDITIONS[0][0], algorithm=ALGORITHMS[2], hosts=[1])
+
+    # not with AdamW: a bias of all keys has no gradient but rounding, which it would enlarge to steps of the full rate
+    compare_fused(lambda: Attending(**settings), grow, True, 4, vmapped=False)
 
 
 class OwnEmbedding(nn.Embedding):

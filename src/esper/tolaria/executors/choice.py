@@ -51,25 +51,25 @@ def network_executor(
     if config.executor == "native" and (problem := native_problem(data)):
         raise ConfigError(f"executor is 'native', but {problem}.")
     if config.executor != "auto":
-        return _build(config.executor, config, data), config.executor
+        return _build(config.executor, data), config.executor
     preferred: list[tuple[Taken, type[ConfigError]]] = []
-    if prefers_native(data):
+    if native_problem(data) is None and compiler() is not None:
         preferred.append(("native", ConfigError))
     if prefers_fused(data):
         preferred.append(("fused", StackingError))
     for name, refusal in preferred:
         try:
-            executor = _build(name, config, data)
+            executor = _build(name, data)
             if name == "native" and not pays(executor):
                 continue
             return executor, name
         except refusal as error:
             if config.num_envs > 1:  # a single host is as fast without it
                 warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
-    return _build("streamed", config, data), "streamed"
+    return _build("streamed", data), "streamed"
 
 
-def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor:
+def _build(name: Taken, data: HostData) -> NetworkExecutor:
     """The executor of that name, the only one that is imported."""
     if name == "native":
         from esper.tolaria.executors.native.executor import NativeExecutor
@@ -153,11 +153,6 @@ def native_problem(data: HostData) -> str | None:
     if data.population.host_kind.template.global_rng:
         return f"the host draws from the global random generators, which compiled C++ has not; {out}"
     return None
-
-
-def prefers_native(data: HostData) -> bool:
-    """Whether "auto" tries the native executor: nothing is known against it, and there is a compiler."""
-    return native_problem(data) is None and compiler() is not None
 
 
 def pays(executor: NetworkExecutor) -> bool:

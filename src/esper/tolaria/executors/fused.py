@@ -89,11 +89,6 @@ class StackedModules:
             for channels, kind in population.gate_kinds.items()
         }
 
-    @property
-    def dropouts(self) -> bool:
-        """Whether the host or a seed draws dropout masks."""
-        return any(template.dropouts for template in (self.host, *self.seeds.values()))
-
     def train(self, mode: bool) -> None:
         """Set train or eval mode everywhere."""
         for template in (self.host, *self.seeds.values(), *self.gates.values()):

@@ -69,6 +69,7 @@ class HostData:
         structure: of the last `apply_structure`. episode: of the last `reset`.
         execution_order: slots in the order in which the network runs them.
         decay_mask: [P] elements of a host that decoupled weight decay applies to.
+        measured_batches: the validation examples on which a step measures.
 
     Raises:
         ConfigError: the schedule of the learning rates does not fit the episode.
@@ -99,11 +100,11 @@ class HostData:
         self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
         self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches(batch_val, "val")
-        self._measured_share, self._measured = measured_share, self._val
+        self._measured_share, self.measured_batches = measured_share, self._val
         if measured_share < 1.0:
             # instances name rows of the whole split
             some = dataset if instances is not None else replace(dataset, val=dataset.val.part(measured_share))
-            self._measured = SharedBatchIterator(some, p.num_envs, batch_val, "val", p.run_seed, p.device)
+            self.measured_batches = SharedBatchIterator(some, p.num_envs, batch_val, "val", p.run_seed, p.device)
         self.objective = of_split(objective, self._train.data.y)
         self._measured_by = of_measuring(objective)
         self.objectives: dict[SplitName, Objective] = {"val": of_split(self._measured_by, self._val.data.y)}
@@ -138,8 +139,8 @@ class HostData:
         self._instances = drawn
         self._train.choose(drawn.train)
         self._val.choose(drawn.val)
-        if self._measured is not self._val:
-            self._measured.choose(drawn.val.part(self._measured_share))
+        if self.measured_batches is not self._val:
+            self.measured_batches.choose(drawn.val.part(self._measured_share))
 
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
@@ -182,10 +183,6 @@ class HostData:
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
 
-    def measured_batches(self) -> SharedBatchIterator:
-        """The validation examples on which a step measures."""
-        return self._measured
-
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
         if split == "val":
@@ -200,11 +197,6 @@ class HostData:
     def host(self) -> Host:
         """The module of the hosts; its weights are not those of any host."""
         return self.population.host_module
-
-    def label_range(self, *splits: SplitName) -> tuple[int, int]:
-        """The lowest and the highest label of these splits."""
-        labels = torch.cat([self.dataset.split(split).y.reshape(-1) for split in splits])
-        return int(labels.min()), int(labels.max())
 
     @property
     def largest_batch_bytes(self) -> int:
@@ -223,10 +215,6 @@ class HostData:
     def coalition_sets(self) -> list[np.ndarray]:
         """The coalitions [K_n, S] of each host in the structure."""
         return [rows[valid] for rows, valid in zip(self.structure.sets, self.structure.sets_valid, strict=True)]
-
-    def committed_sets(self) -> list[np.ndarray]:
-        """One coalition [1, S] of each host: its fossilized seeds."""
-        return [row[None] for row in self.structure.stage == SeedStage.FOSSILIZED]
 
     def state_dict(self) -> StateTree:
         """The population, the loss scales and the episode."""
@@ -389,21 +377,18 @@ class NetworkExecutor(ABC):
         """
 
     @final
-    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
-        """All coalitions of every host on the same validation examples."""
-        return self.measure(slots.alpha, coalitions.sets.shape[1])
-
-    @final
     @torch.no_grad()
-    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
-        """The coalitions of the structure, in `num_columns` columns; the rest of a row is not to be read."""
-        sums = self.sum_scores(self.data.measured_batches(), alpha, self.data.coalition_sets(), num_columns)
-        return measured(self.data.objective, sums)
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """All coalitions of every host on the same validation examples; the rest of a row is not to be read."""
+        data, num_columns = self.data, coalitions.sets.shape[1]
+        sums = self.sum_scores(data.measured_batches, slots.alpha, data.coalition_sets(), num_columns)
+        return measured(data.objective, sums)
 
     @torch.no_grad()
     def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone."""
-        sums = self.sum_scores(self.data.evaluation(split), slots.alpha, self.data.committed_sets(), 1)
+        fossils = [row[None] for row in self.data.structure.stage == SeedStage.FOSSILIZED]
+        sums = self.sum_scores(self.data.evaluation(split), slots.alpha, fossils, 1)
         return measured(self.data.objective, sums)
 
     @final

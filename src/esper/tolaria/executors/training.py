@@ -98,19 +98,15 @@ def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
     return isolated
 
 
-_ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
-
-
 def blend_order(structure: Structure) -> np.ndarray:
     """[N, S]: how a seed blends, as a rank: ADD, MULTIPLY, GATE, each first hidden and then active."""
-    algorithm = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
-    ranks: np.ndarray = 2 * algorithm + (structure.alpha > 0.0)
+    ranks: np.ndarray = 2 * structure.algorithm + (structure.alpha > 0.0)
     return ranks
 
 
 def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:
     """The algorithm of a rank, and whether the seed is active."""
-    return _ALGORITHMS[rank // 2], bool(rank % 2)
+    return Algorithm(rank // 2), bool(rank % 2)
 
 
 def begin_hosts(population: Population) -> TrainingCopy:
@@ -218,19 +214,19 @@ def gradient_statistics(
     """Statistics of the gradients in the working copies."""
     device = population.device
     out = not_measured(population.num_envs, population.num_slots, device)
-    stage = structure.stage[rows.seed_host, rows.seed_slot]
-    measured = np.isin(stage, (SeedStage.TRAINING, SeedStage.BLENDING))
+    stage, blueprint = (of[rows.seed_host, rows.seed_slot] for of in (structure.stage, structure.blueprint))
     gate_row = np.full(len(stage), -1)
     gate_row[rows.gate_of] = np.arange(len(rows.gate_of))
     host_norm = torch.linalg.vector_norm(host_grad, dim=1, dtype=torch.float64)
-    for chosen in _same_kind(population, structure, rows, measured, gate_row):
-        first = chosen[0]
-        channels = population.points[rows.seed_slot[first]].channels
-        blueprint = int(structure.blueprint[rows.seed_host[first], rows.seed_slot[first]])
-        layout = population.seed_kinds[channels, blueprint].template.parameters
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for i in np.flatnonzero(np.isin(stage, (SeedStage.TRAINING, SeedStage.BLENDING))).tolist():
+        channels = population.points[rows.seed_slot[i]].channels
+        alike.setdefault((channels, int(blueprint[i]), bool(gate_row[i] >= 0)), []).append(i)
+    for (channels, index, gated), some in alike.items():
+        chosen, layout = np.array(some), population.seed_kinds[channels, index].template.parameters
         norms = tensor_norms(rows.seeds.grad[population.index(chosen)], layout)
         num_params = layout.num_params
-        if gate_row[first] >= 0:
+        if gated:
             gate_layout = population.gate_kinds[channels].template.parameters
             grad = rows.gates.grad[population.index(gate_row[chosen])]
             norms = torch.cat((norms, tensor_norms(grad, gate_layout)), dim=1)
@@ -242,18 +238,6 @@ def gradient_statistics(
         for name, value in vars(judged).items():
             getattr(out, name)[place] = value
     return out
-
-
-def _same_kind(
-    population: Population, structure: Structure, rows: TrainedRows, measured: np.ndarray, gate_row: np.ndarray
-) -> list[np.ndarray]:
-    """Measured rows, grouped by channels, blueprint and whether they have a gate."""
-    channels = np.array([point.channels for point in population.points])[rows.seed_slot]
-    blueprint = structure.blueprint[rows.seed_host, rows.seed_slot]
-    kind = np.stack((channels, blueprint, gate_row >= 0), axis=1)
-    which = np.flatnonzero(measured)
-    kinds, group = np.unique(kind[which], axis=0, return_inverse=True)
-    return [which[group.reshape(-1) == g] for g in range(len(kinds))]
 
 
 def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor, "R M"]:

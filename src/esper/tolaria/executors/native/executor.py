@@ -119,7 +119,8 @@ class NativeExecutor(NetworkExecutor):
     def _check_labels(self, split: SplitName) -> None:
         if not isinstance(self._loss("train"), CrossEntropy):
             return
-        (lowest, highest), classes = self.data.label_range(split), self._networks.outputs[-1]
+        labels, classes = self.data.dataset.split(split).y, self._networks.outputs[-1]
+        lowest, highest = int(labels.min()), int(labels.max())
         if lowest < PADDING or highest >= classes:
             raise DataError(
                 f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from esper.tolaria.executors.native.lowering import RULES, Lowering, Value, rule
-from esper.tolaria.executors.native.program import Operation, Rows
+from esper.tolaria.executors.native.program import Operation
 from esper.tolaria.executors.native.rules import affine, axes_of, broadcast, cat, squeeze, total
 from esper.tolaria.executors.native.trace import aten
 
@@ -34,17 +34,12 @@ def activate(low: Lowering, x: object, function: Function, *numbers: float) -> V
     x = low.value(x)
     if function is Function.IDENTITY:
         return x
-    y = low.like(x)
-    low.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=(x.size,), flag=function, numbers=numbers)
+    y, options = low.like(x), dict[str, Any](sizes=(x.size,), flag=function, numbers=numbers)
+    low.emit(Operation.ACTIVATE, x.rows, y.rows, **options)
     # a leaky ReLU keeps the sign
     from_output = function in _FROM_OUTPUT or (function is Function.LEAKY_RELU and numbers[0] > 0.0)
-
-    def backward(g: Rows) -> None:
-        g, saved = low.own(g), y if from_output else x
-        low.emit(Operation.ACTIVATE_BACKWARD, saved.rows, g, sizes=(x.size,), flag=function, numbers=numbers)
-        low.give(x, g)
-
-    return low.result(y, backward, x)
+    saved = y if from_output else x
+    return low.result(y, low.in_place(x, Operation.ACTIVATE_BACKWARD, saved.rows, **options), x)
 
 
 FUNCTIONS: Final[dict[str, tuple[Function, tuple[float, ...]]]] = {
@@ -134,12 +129,7 @@ def prelu(low: Lowering, x: Any, weight: Any) -> Value:
         raise low.refuse(f"{count} slopes for {x.features[0]} channels")
     y, sizes = low.like(x), (count, x.size // count)
     low.emit(Operation.PRELU, x.rows, w.place, y.rows, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        g = low.own(g)
-        low.emit(Operation.PRELU_BACKWARD, x.rows, w.place, g, low.grad_of(w), sizes=sizes)
-        low.give(x, g)
-
+    backward = low.in_place(x, Operation.PRELU_BACKWARD, x.rows, w.place, after=(low.grad_of(w),), sizes=sizes)
     return low.result(y, backward, x, w)
 
 
@@ -152,13 +142,7 @@ def softmax(low: Lowering, x: Any, dim: int, half_to_float: bool = False, *, log
         raise low.refuse("a softmax over the examples of a batch")
     y, sizes = low.like(x), (math.prod(x.dims[:dim]), x.dims[dim], math.prod(x.dims[dim + 1 :]))
     low.emit(Operation.SOFTMAX, x.rows, y.rows, sizes=sizes, flag=log)
-
-    def backward(g: Rows) -> None:
-        g = low.own(g)
-        low.emit(Operation.SOFTMAX_BACKWARD, y.rows, g, sizes=sizes, flag=log)
-        low.give(x, g)
-
-    return low.result(y, backward, x)
+    return low.result(y, low.in_place(x, Operation.SOFTMAX_BACKWARD, y.rows, sizes=sizes, flag=log), x)
 
 
 rule("_softmax.default")(softmax)
@@ -183,15 +167,8 @@ def reduce(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kin
     sizes = tuple(math.prod(x.dims[a:b]) for a, b in ((0, gone[0]), (gone[0], gone[-1] + 1), (gone[-1] + 1, None)))
     y = low.like(x, tuple(1 if d in gone else n for d, n in enumerate(x.shape)))
     low.emit(Operation.REDUCE, x.rows, y.rows, sizes=sizes, flag=kind)
-
-    def backward(g: Rows) -> None:
-        operands, numbers = (x.rows, y.rows, g), (float(first),)
-        low.into(
-            x,
-            lambda grad: low.emit(Operation.REDUCE_BACKWARD, *operands, grad, sizes=sizes, flag=kind, numbers=numbers),
-        )
-
-    found = low.result(y, backward, x)
+    options: dict[str, Any] = {"sizes": sizes, "flag": kind, "numbers": (float(first),)}
+    found = low.result(y, low.afresh(x, Operation.REDUCE_BACKWARD, x.rows, y.rows, **options), x)
     return found if keepdim else low.value(squeeze(low, found, gone))
 
 

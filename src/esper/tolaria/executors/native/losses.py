@@ -24,13 +24,11 @@ from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce
 from esper.tolaria.executors.native.lowering import Dims, Lowering, Value, Weight, rule, run_graph
 from esper.tolaria.executors.native.program import Operation, Place, Space
 from esper.tolaria.executors.native.rules import cat, mul, neg, reshaped, squeeze, total, unsqueeze
-from esper.tolaria.executors.native.sequences import compare, select
+from esper.tolaria.executors.native.sequences import EXACT, compare, select
 from esper.tolaria.executors.native.trace import BATCH, NoRuleError, aten, trace
 
 _EXAMPLES: Final = 64
 """Most examples whose targets an objective is tried on."""
-_EXACT: Final = 2**24
-"""Whole numbers up to here are exact in float32."""
 _TRIED_AGAIN: Final = 8
 """Of these, in each pass."""
 
@@ -120,7 +118,7 @@ def loss_of(objective: Objective, outputs: Dims, y: Tensor) -> Loss:
     if y.dtype not in (torch.float32, torch.int64):
         raise NoRuleError(f"targets of {y.dtype}")
     ends: tuple[int, ...] = () if y.dtype is torch.float32 else (int(y.min()), int(y.max()))
-    if any(abs(end) > _EXACT for end in ends):
+    if any(abs(end) > EXACT for end in ends):
         raise NoRuleError(f"targets from {ends[0]} to {ends[1]}")
     some = y[:: -(-len(y) // _EXAMPLES)]
     return _traced(objective, outputs, torch.cat((some, *(some[:1] * 0 + end for end in ends))))

@@ -12,7 +12,7 @@ A rule writes the instructions of one aten operation, and registers what writes 
             low.emit(Operation.ACTIVATE_BACKWARD, y.rows, g, sizes=(x.size,), flag=RELU)
             low.give(x, g)                     # adds to the gradient of x
 
-        return low.result(y, backward, x)
+        return low.result(y, backward, x)      # `low.in_place` and `low.afresh` make such functions
 
 A rule gets the arguments of the operation: each tensor is a `Value` (activations of a batch), a `Weight` (numbers of a
 parameter or buffer) or a constant Tensor; `low.value` makes a `Value` of any of them. What a rule cannot do it refuses
@@ -117,23 +117,12 @@ RULES: dict[Any, Rule] = {}
 """By the target of a node."""
 
 
-def rule(*names: str) -> Callable[[R], R]:
-    """Register a rule for aten operations with these names, such as "add.Tensor"."""
+def rule(*targets: Any) -> Callable[[R], R]:
+    """Register a rule for aten operations by name, such as "add.Tensor", and for targets of fusions, as they are."""
 
     def register(found: R) -> R:
-        for name in names:
-            packet, overload = name.split(".")
-            RULES[getattr(getattr(torch.ops.aten, packet), overload)] = found
-        return found
-
-    return register
-
-
-def rule_of(target: Any) -> Callable[[R], R]:
-    """Register a rule for a target of a fusion, or any other operation."""
-
-    def register(found: R) -> R:
-        RULES[target] = found
+        for target in targets:
+            RULES[operator.attrgetter(target)(torch.ops.aten) if isinstance(target, str) else target] = found
         return found
 
     return register
@@ -335,6 +324,27 @@ class Lowering:
             rows = self.rows(x.size)
             write(rows)
             self.give(x, rows)
+
+    def afresh(self, x: Value, operation: Operation, *before: Rows | Place | None, **options: Any) -> Backward:
+        """A backward pass that writes new rows: operands are those `before`, the gradient, and that of `x`."""
+
+        def backward(g: Rows) -> None:
+            self.into(x, lambda grad: self.emit(operation, *before, g, grad, **options))
+
+        return backward
+
+    def in_place(
+        self, x: Value, operation: Operation, *before: Rows | Place | None, after: Sequence[Place | None] = (),
+        **options: Any,
+    ) -> Backward:  # fmt: skip
+        """One that turns the gradient into that of `x`: operands are those `before`, the gradient, those `after`."""
+
+        def backward(g: Rows) -> None:
+            g = self.own(g)
+            self.emit(operation, *before, g, *after, **options)
+            self.give(x, g)
+
+        return backward
 
     # -- the whole pass ------------------------------------------------------------------------------------------------
 

@@ -42,17 +42,10 @@ SlotSpace = IntEnum(
     start=0,
 )
 """Spaces of each slot, after those of `Space`."""
-_BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
-"""As in tensors.h."""
-
-
-def num_spaces(num_slots: int) -> int:
-    """Spaces of a host with this many slots."""
-    return slot_space(num_slots, SlotSpace.SEED)
 
 
 def slot_space(s: int, kind: SlotSpace) -> int:
-    """The number of a slot's space."""
+    """The number of a slot's space; of the slot after the last: how many spaces there are."""
     return NUM_WORKING + len(Space) + s * len(SlotSpace) + kind
 
 
@@ -126,7 +119,8 @@ class ActiveSeed:
             assert self.gate is not None
             gate = self._run(low, self.gate, SlotSpace.GATE, SlotSpace.SEED_BUFFERS, self.gate_trainable, x)
         alpha = Place(slot_space(self.s, SlotSpace.ALPHA), 0, 1)
-        sizes = (h.size, _BLEND_CODES[self.algorithm], h.size if gate is None else h.size // gate.size)
+        # tensors.h numbers the algorithms from 0 on
+        sizes = (h.size, self.algorithm - Algorithm.ADD, h.size if gate is None else h.size // gate.size)
         y = low.like(h) if self.active else h
         if self.active:
             low.emit(
@@ -227,13 +221,17 @@ class Networks:
     def _write_training(self, code: bytes, loss: Loss | None) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes. No loss: PyTorch computes it."""
         low, seeds = self._lowering(trainable=True), self._active(code)
-        self._clear(low, seeds)
+        trained = [(int(Space.HOST), self._host.parameters.total)]
+        for seed in seeds.values():
+            trained += self._rows_of(seed)
+        for space, count in trained:
+            low.emit(Operation.CLEAR, Place(space + 1, 0, count))
         (outputs,) = self._forward(low, seeds, [frozenset(seeds)])
         if loss is not None:
             loss.write(low, [outputs])
         else:
             low.emit(Operation.STORE, outputs.rows, Place(Space.OUTPUTS, 0, outputs.size), sizes=(outputs.size,) * 2)
-            low.a.barrier()
+            low.emit(Operation.BARRIER)  # `Workload.rest` goes on when PyTorch has the gradients of the outputs
             if outputs.needs:
                 grad = low.rows(outputs.size)
                 low.emit(Operation.LOAD, Place(Space.OUT_GRADS, 0, outputs.size), grad, sizes=(outputs.size,))
@@ -283,19 +281,9 @@ class Networks:
             raise NoRuleError("outputs whose first axis is not that of the examples")
         return outputs
 
-    def _clear(self, low: Lowering, seeds: Mapping[str, ActiveSeed]) -> None:
-        for space, count in self._rows(seeds):
-            low.emit(Operation.CLEAR, Place(space + 1, 0, count))
-
-    def _rows(self, seeds: Mapping[str, ActiveSeed]) -> list[tuple[int, int]]:
-        """The spaces of everything that is trained, and the numbers in them."""
-        found = [(int(Space.HOST), self._host.parameters.total)]
-        for seed in seeds.values():
-            found += self._rows_of(seed)
-        return found
-
     @staticmethod
     def _rows_of(seed: ActiveSeed) -> list[tuple[int, int]]:
+        """The spaces of a seed and its gate, as far as they are trained, and the numbers in them."""
         found = []
         if seed.trainable:
             found.append((slot_space(seed.s, SlotSpace.SEED), seed.seed.parameters.total))
@@ -411,7 +399,7 @@ def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
 
 def population_spaces(population: Population, alpha: Tensor, constants: Tensor) -> Spaces:
     """The spaces of all hosts, without a batch and gradients. The caller keeps `alpha` [N, S] and `constants` alive."""
-    p, spaces = population, Spaces(population.num_envs, num_spaces(population.num_slots))
+    p, spaces = population, Spaces(population.num_envs, slot_space(population.num_slots, SlotSpace.SEED))
     spaces.share(Space.CONSTANTS, constants)
     spaces.rows(Space.HOST, p.host.params)
     spaces.rows(Space.HOST_BUFFERS, p.host.buffers)
@@ -436,9 +424,14 @@ def training_spaces(
     spaces.share(Space.DECAY, decay)
     spaces.rows(Space.RATE, lr_factors)
     _trained(spaces, hosts, Space.HOST, everyone, everyone)
+    gate_slot, gate_host = rows.seed_slot[rows.gate_of], rows.seed_host[rows.gate_of]
     for s in range(population.num_slots):
-        for working, kind, own, of_host in _rows_of_slot(rows, s):
-            _trained(spaces, working, slot_space(s, kind), own, of_host)
+        for working, kind, slot, host in (
+            (rows.seeds, SlotSpace.SEED, rows.seed_slot, rows.seed_host),
+            (rows.gates, SlotSpace.GATE, gate_slot, gate_host),
+        ):
+            own = np.flatnonzero(slot == s)
+            _trained(spaces, working, slot_space(s, kind), own, host[own])
     return spaces
 
 
@@ -448,13 +441,3 @@ def _trained(spaces: Spaces, working: TrainingCopy, space: int, own: np.ndarray,
     moments = (state.momentum,) if isinstance(state, SGDState) else (state.exp_avg, state.exp_avg_sq, state.steps)
     for k, tensor in enumerate((working.params, working.grad, *moments)):
         spaces.rows(space + k, tensor, own, of_host)
-
-
-def _rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[TrainingCopy, SlotSpace, np.ndarray, np.ndarray], ...]:
-    """The working copy of seeds, then that of gates: which of its rows belong to slot `s`, and the host of each."""
-    seeds = np.flatnonzero(rows.seed_slot == s)
-    gates = np.flatnonzero(np.isin(rows.gate_of, seeds))
-    return (
-        (rows.seeds, SlotSpace.SEED, seeds, rows.seed_host[seeds]),
-        (rows.gates, SlotSpace.GATE, gates, rows.seed_host[rows.gate_of[gates]]),
-    )

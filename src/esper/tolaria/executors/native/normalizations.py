@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from esper.tolaria.executors.native.functions import FUNCTIONS, Function, activate, completed
-from esper.tolaria.executors.native.lowering import RULES, Dims, Lowering, Value, Weight, rule, rule_of
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.lowering import RULES, Dims, Lowering, Value, Weight, rule
+from esper.tolaria.executors.native.program import WIDEST, Operation, Place, Rows
 from esper.tolaria.executors.native.rules import mul, permute
 from esper.tolaria.executors.native.trace import BATCH, FUSIONS, aten, joined, only_user
 
@@ -96,7 +96,7 @@ def fused_batch_norm() -> None:
     """Batch normalization, perhaps the addition of a residual, then an activation function."""
 
 
-@rule_of(fused_batch_norm)
+@rule(fused_batch_norm)
 def _fused_batch_norm(low: Lowering, function: int, numbers: tuple[float, ...], other: Any, *arguments: Any) -> Value:
     (x, weight, bias, *_), simple = arguments, (Function(function), tuple(numbers))
     computed = isinstance(weight, Value) or isinstance(bias, Value)
@@ -125,20 +125,11 @@ def _normalize(low: Lowering, x: Value, groups: Dims, weight: Any, bias: Any, sh
     y, mean, rstd = low.like(x), low.rows(groups[0]) if centered else None, low.rows(groups[0])
     of_x = x.rows, _place(w), _place(b), _place(gamma), mean, rstd
     low.emit(Operation.GROUP_NORM, *of_x, y.rows, sizes=groups, flag=function, numbers=numbers)
-
-    def backward(g: Rows) -> None:
-        g = low.own(g)
-        grads = low.grad_of(w), low.grad_of(b), low.grad_of(gamma)
-        scratch = low.a.scratch(weights * 3 * _WIDEST)
-        low.emit(Operation.GROUP_NORM_BACKWARD, *of_x, g, *grads, scratch, sizes=groups, flag=function,
-                 numbers=numbers)  # fmt: skip
-        low.give(x, g)
-
-    return low.result(y, backward, x, w, b, gamma)
-
-
-_WIDEST = 16
-"""Numbers of the longest vectors of a processor."""
+    if not low.trains(x, w, b, gamma):
+        return y
+    after = *(low.grad_of(of) for of in (w, b, gamma)), low.a.scratch(weights * 3 * WIDEST)
+    options: dict[str, Any] = {"sizes": groups, "flag": function, "numbers": numbers}
+    return low.leaf(y, low.in_place(x, Operation.GROUP_NORM_BACKWARD, *of_x, after=after, **options))
 
 
 def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
@@ -187,14 +178,14 @@ _NORMALIZATIONS: Final[dict[Any, Callable[..., Value]]] = {
     aten.instance_norm.default: _instance_norm,
 }  # fmt: skip
 for _target, _found in _NORMALIZATIONS.items():
-    rule_of(_target)(_found)
+    rule(_target)(_found)
 
 
 def fused_normalization() -> None:
     """Normalization of each example, perhaps an activation function, perhaps a factor for each channel."""
 
 
-@rule_of(fused_normalization)
+@rule(fused_normalization)
 def _fused_normalization(low: Lowering, target: Any, function: int, numbers: tuple[float, ...], gamma: Any,
                          *arguments: Any) -> Value:  # fmt: skip
     normalize, simple = _NORMALIZATIONS[target], (Function(function), tuple(numbers))

@@ -55,11 +55,7 @@ def _max_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int]) -> Value
     y = _with_space(low, x, out)
     winners = low.rows(y.size) if low.trains(x) else None
     low.emit(Operation.MAX_POOL, x.rows, y.rows, winners, sizes=sizes)
-
-    def backward(g: Rows) -> None:
-        low.into(x, lambda grad: low.emit(Operation.MAX_POOL_BACKWARD, winners, g, grad, sizes=sizes))
-
-    return low.result(y, backward, x)
+    return low.result(y, low.afresh(x, Operation.MAX_POOL_BACKWARD, winners, sizes=sizes), x)
 
 
 def _average_pool(low: Lowering, x: Value, sizes: Dims, out: Sequence[int], padded: bool, divisor: int | None) -> Value:
@@ -71,7 +67,7 @@ def _mapped(low: Lowering, x: Value, out: Sequence[int], there: Operation, back:
     """What is linear in x: `there` writes it, and `back` the gradient of x from that of the result."""
     y = _with_space(low, x, out)
     low.emit(there, x.rows, y.rows, **options)
-    return low.result(y, lambda g: low.into(x, lambda grad: low.emit(back, g, grad, **options)), x)
+    return low.result(y, low.afresh(x, back, **options), x)
 
 
 def _register_pools(axes: int) -> None:

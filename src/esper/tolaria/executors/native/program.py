@@ -20,8 +20,9 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-_WHOLE_ROWS: Final = 16
-"""Chunks are multiples of this many examples, so that no row is padded (LANES of lanes.h is 8 or 16)."""
+WIDEST: Final = 16
+"""Most lanes that a kernel treats at once (LANES of lanes.h is 8 or 16). Chunks of examples are multiples of it, so
+that no row is padded."""
 _SIZES, _NUMBERS, _OPERANDS = 26, 6, 12
 
 INSTRUCTION: Final = np.dtype(
@@ -121,7 +122,7 @@ class Program:
     @property
     def chunk(self) -> int:
         """Examples of a batch that pass through the layers together, so that their features stay in a core's cache."""
-        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // _WHOLE_ROWS, 1) * _WHOLE_ROWS
+        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // WIDEST, 1) * WIDEST
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""
@@ -130,16 +131,6 @@ class Program:
                 "Expected more than 1 value per channel when training, got input size "
                 f"{list((1, *self.single))}; choose a batch size that leaves no batch of one example."
             )
-
-
-class ShapeError(ValueError):
-    """Layers do not fit each other or their weights."""
-
-
-def expect(what: str, found: object, expected: object) -> None:
-    """Raise ShapeError unless the two are equal."""
-    if found != expected:
-        raise ShapeError(f"{what}: found {found}, expected {expected}")
 
 
 @final
@@ -193,10 +184,6 @@ class Assembler:
         """Note that features of this shape are normalized over each of so many groups of them."""
         if math.prod(shape) == groups:
             self._single = shape
-
-    def barrier(self) -> None:
-        """End the program here; `Program.rest` goes on when the caller has the gradients of the outputs."""
-        self.emit(Operation.BARRIER)
 
     def program(self, masks: Sequence[int] = ()) -> Program:
         """The program written so far."""

@@ -343,15 +343,13 @@ NOTHING = -0.0
 
 def affine(low: Lowering, x: Value, factor: float, shift: float) -> Value:
     """Factor * x + shift."""
-    y = low.like(x)
-    low.emit(Operation.AFFINE, x.rows, y.rows, sizes=(x.size,), numbers=(factor, shift))
+    y, sizes = low.like(x), (x.size,)
+    low.emit(Operation.AFFINE, x.rows, y.rows, sizes=sizes, numbers=(factor, shift))
 
     def backward(g: Rows) -> None:
         if factor == 1.0:
             return low.give(x, g)
-        return low.into(
-            x, lambda grad: low.emit(Operation.AFFINE, g, grad, sizes=(x.size,), numbers=(factor, 0.0))
-        )  # fmt: skip
+        return low.into(x, lambda grad: low.emit(Operation.AFFINE, g, grad, sizes=sizes, numbers=(factor, 0.0)))
 
     return low.result(y, backward, x)
 

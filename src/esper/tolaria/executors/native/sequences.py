@@ -15,8 +15,8 @@ from esper.kasmina.parameters.dropout import Moment
 from esper.leyline.random import Stream, words
 from esper.tolaria.executors.native.convolutions import by_weight, linear
 from esper.tolaria.executors.native.functions import LARGEST, SMALLEST, reduce, softmax
-from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule, rule_of
-from esper.tolaria.executors.native.program import Operation, Place, Rows
+from esper.tolaria.executors.native.lowering import Dims, Lowering, Mask, Value, Weight, rule
+from esper.tolaria.executors.native.program import WIDEST, Operation, Place, Rows
 from esper.tolaria.executors.native.rules import (
     add,
     batched,
@@ -36,9 +36,7 @@ from esper.tolaria.executors.native.trace import FUSIONS, aten, part
 
 _PART: Final = 32
 """Queries that share a mask of dropout, as in kasmina/parameters/dropout.py."""
-_WIDEST: Final = 16
-"""Lanes that a kernel treats at once."""
-_EXACT: Final = 2**24
+EXACT: Final = 2**24
 """Whole numbers up to here are exact in float32."""
 
 
@@ -53,7 +51,7 @@ def embedding(low: Lowering, weight: Any, tokens: Any, padding_idx: int = -1, sc
         raise low.refuse("an embedding whose gradient is sparse or depends on how often a token occurs")
     x = low.value(tokens)
     entries, each = weight.shape
-    if entries > _EXACT:
+    if entries > EXACT:
         raise low.refuse(f"a table of {entries} entries")
     if isinstance(tokens, Tensor) and isinstance(weight, Weight) and padding_idx < 0 and tokens.numel():
         first = int(tokens.flatten()[0])
@@ -115,7 +113,7 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scal
     stats = low.rows(2 * heads * queries) if trains else None
     # rows of q, k, v, y; or of q, k, v, g and three gradients, and a number for each query
     packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
-    scratch = low.a.scratch(packed * _WIDEST)
+    scratch = low.a.scratch(packed * WIDEST)
     options: dict[str, Any] = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
     low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)
 
@@ -340,9 +338,7 @@ def cumsum(low: Lowering, x: Any, dim: int, *, dtype: torch.dtype | None = None)
     sizes = (math.prod(x.dims[:dim]), x.dims[dim], math.prod(x.dims[dim + 1 :]))
     y = low.like(x)
     low.emit(Operation.RUNNING_SUM, x.rows, y.rows, sizes=sizes)
-    return low.result(
-        y, lambda g: low.into(x, lambda grad: low.emit(Operation.RUNNING_SUM, g, grad, sizes=sizes, flag=1)), x
-    )
+    return low.result(y, low.afresh(x, Operation.RUNNING_SUM, sizes=sizes, flag=1), x)
 
 
 def select(low: Lowering, mask: Any, a: Any, b: Any) -> Value:
@@ -425,7 +421,7 @@ def every(low: Lowering, x: Any, dim: Any = None, keepdim: bool = False, *, kind
 rule("any.dim", "any.dims")(partial(every, kind=LARGEST))
 
 
-@rule_of(torch.ops.esper.whole.default)
+@rule(torch.ops.esper.whole.default)
 def whole(low: Lowering, x: Any) -> Value:
     """Integers, which rows hold as they are; they have no gradient."""
     return replace(low.value(x), needs=False)
@@ -474,7 +470,7 @@ def unkeyed_dropout(low: Lowering, x: Any, p: float, training: bool) -> Any:
     return x
 
 
-@rule_of(torch.ops.esper.dropout.default)
+@rule(torch.ops.esper.dropout.default)
 def dropout(low: Lowering, x: Any, p: float, channels: bool) -> Value:
     """`Dropout.forward` in training."""
     x = low.value(x)
@@ -484,14 +480,10 @@ def dropout(low: Lowering, x: Any, p: float, channels: bool) -> Value:
     y, key = low.like(x), low.next_masks()
     options: dict[str, Any] = {"sizes": (each, x.size // each), "numbers": _draw_of(p)}
     low.emit(Operation.DROP, x.rows, key, y.rows, **options)
-    return low.result(
-        y,
-        lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)),
-        x,
-    )
+    return low.result(y, lambda g: low.into(x, lambda grad: low.emit(Operation.DROP, g, key, grad, **options)), x)
 
 
-@rule_of(torch.ops.esper.dropped_attention.default)
+@rule(torch.ops.esper.dropped_attention.default)
 def dropped_attention(low: Lowering, q: Any, k: Any, v: Any, p: float) -> Value:
     """`Dropout.attend` of [B, heads, T, D]: causal attention with dropped weights."""
     if q.shape != k.shape or low.value(q).axis != 0 or low.value(q).outer != 1:

@@ -194,8 +194,6 @@ def _fold_constants(graph: fx.Graph, owner: fx.GraphModule) -> None:
 
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
-RELU = (aten.relu.default, aten.relu_.default)
-ADD = (aten.add.Tensor, aten.add_.Tensor)
 FUSIONS: list[Callable[[fx.Graph], None]] = []
 
 

@@ -119,7 +119,7 @@ class FsdpExecutor:
             raise ConfigError(f"the host of task {task.name!r} {problem}; use executor 'streamed'.")
         self.host_params, self._points = population.host_params, population.points
         self._order = {point.slot_id: s for s, point in enumerate(self._points)}
-        self._costs = _without_misfits(population, population.costs(examples(dataset, 1)[0]))
+        self._costs = _without_misfits(population, population.costs(examples(dataset, 1)[0], task.batch_train))
         self._blank = {name: (x.shape, x.dtype) for name, x in population.state_dict().items()}
         self._frozen = population.state_dict().get("frozen")
         self._host: Part

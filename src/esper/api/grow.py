@@ -80,6 +80,10 @@ class Timeline(tuple[Row, ...]):
         found.unit = unit
         return found
 
+    def __getnewargs__(self) -> tuple[tuple[Row, ...], str]:
+        """For copies and pickles."""
+        return tuple(self), self.unit
+
     @classmethod
     def of(cls, reports: Sequence[StepReport], spec: EngineSpec, host: int, points: float, unit: str) -> "Timeline":
         """The timeline of a host whose final network has these points."""

@@ -6,8 +6,10 @@ it, is JSON: the error or null, and sentences about what is not as usual.
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -86,6 +88,7 @@ def check(model: Callable[..., Any], examples: list[tuple[Any, ...]]) -> None:
 def save_program(model: nn.Module, examples: list[tuple[Any, ...]], path: Path, *, fixed: bool = True) -> list[str]:
     """Write model.pt2, for any batch size or, with `fixed`, for that of the first example where it must be."""
     args, kwargs, _ = examples[0]
+    model = _with_names(model, args, kwargs)
     try:
         program = torch.export.export(model, args, kwargs, dynamic_shapes=_any_batch(model, args, kwargs))
         torch.export.save(program, path)
@@ -104,6 +107,7 @@ def save_program(model: nn.Module, examples: list[tuple[Any, ...]], path: Path, 
 def save_onnx(model: nn.Module, examples: list[tuple[Any, ...]], path: Path) -> list[str]:
     """Write model.onnx, and compare it if onnxruntime is installed; the inputs are named x where there is one."""
     args, kwargs, _ = examples[0]
+    model = _with_names(model, args, kwargs)
     names: dict[str, Any] = {"input_names": ["x"], "output_names": ["outputs"]} if len(args) == 1 and not kwargs else {}
     torch.onnx.export(
         model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=_any_batch(model, args, kwargs),
@@ -121,6 +125,22 @@ def save_onnx(model: nn.Module, examples: list[tuple[Any, ...]], path: Path) -> 
         if (wrong := difference(found, expected)) is not None:
             raise ValueError(wrong)
     return []
+
+
+def _with_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """The model with a signature that names its keyword arguments: `**kwargs` cannot have axes that are free."""
+    if not kwargs or not all(name.isidentifier() for name in kwargs):
+        return model
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return self.model(*args, **kwargs)
+
+    names = ["self", *(f"x{i}" for i in range(len(args))), *kwargs]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    named: nn.Module = type("Named", (nn.Module,), {"forward": forward})()
+    named.model = model
+    return named.eval()
 
 
 def _any_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -144,6 +164,15 @@ def run(
     return save_program(model.eval(), examples, target, fixed=fixed)
 
 
+def _in_words(error: BaseException) -> str:
+    """The first line of the first cause, and what a colon at its end announces; PyTorch colours some."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    said = " ".join(lines[: 1 + lines[0].endswith(":")]) if lines else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def main(job_file: str) -> None:
     """Do a job; see the top of the file."""
     sys.modules["esper"] = None  # type: ignore[assignment]  # importing it fails
@@ -153,8 +182,7 @@ def main(job_file: str) -> None:
     try:
         notes, error = run(**job), None
     except BaseException as raised:
-        lines = str(raised).strip().splitlines()
-        notes, error = [], f"{type(raised).__name__}: {lines[0]}" if lines else type(raised).__name__
+        notes, error = [], _in_words(raised)
     Path(f"{job_file}.result").write_text(json.dumps([error, notes]), encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ Several files that run are tried in a process of their own, and the first that g
     model.pkl    the parts of the network as cloudpickle writes them, classes included
 """
 
+import copy
 import json
 import math
 import subprocess
@@ -25,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from esper.export import checking
 from esper.export.grown import (
@@ -47,7 +49,7 @@ from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.flops import flops_of_example
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.errors import ConfigError, ExportError, nearest, option, refusing
+from esper.leyline.errors import ConfigError, ExportError, in_words, nearest, option, refusing
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
 from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
 from esper.leyline.messages import EngineSpec
@@ -91,27 +93,29 @@ def _write_runnable(
             job = {"kind": kind, "source": source, "folder": folder, "examples": list(examples)}
             return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
 
-        def attempt(name: str) -> tuple[Path, str | None, list[str]]:
+        def attempt(name: str, pickle_: Callable[[Plain], bytes]) -> tuple[Path, str | None, list[str]]:
             """The file to keep, why it is not kept, and sentences."""
             file = Path(place) / name
             if name in (PROGRAM, PICKLE):
-                pickled.write_bytes(_pickled(network.plain))
+                pickled.write_bytes(pickle_(network.plain))
                 error, notes = tried(PICKLE, pickled, file, fixed=False) if name == PROGRAM else tried(PICKLE, pickled)
                 return file, error, notes
             text, notes = written(network.plain, network.description, network.inputs, imports=name == "imported.py")
             file.write_text(text, encoding="utf-8")
             return file, tried(SOURCE, file)[0], notes
 
-        for name in ("copied.py", "imported.py", PROGRAM, PICKLE):
+        from_memory = [(name, form) for form in (_parts, _whole) for name in (PROGRAM, PICKLE)]
+        for name, pickle_ in (("copied.py", _parts), ("imported.py", _parts), *from_memory):
             try:
-                file, error, said = attempt(name)
+                file, error, said = attempt(name, pickle_)
             except Exception as raised:  # whatever a class of the user's raises when it is looked at
-                error = str(raised) if isinstance(raised, UnwritableError) else repr(raised)
+                error = str(raised) if isinstance(raised, UnwritableError) else in_words(raised)
             if error is None:
                 won = SOURCE if name.endswith(".py") else name
                 (folder / won).write_bytes(file.read_bytes())
                 break
-            failed[name], said = error, []
+            failed.setdefault(name, error)
+            said = []
         if won != SOURCE:
             how = HOW_TO_LOAD[won] if won else "esper.load(folder, task=task), from the weights"
             why = "; ".join(dict.fromkeys(failed.values()))
@@ -166,11 +170,31 @@ def rebuilt(model: Callable[[], nn.Module], grown: Mapping[str, Grown], weights:
     return module.eval()
 
 
-def _pickled(plain: Plain) -> bytes:
+def _parts(plain: Plain) -> bytes:
+    """Pickled as the model that is built anew, and what it has learned: not every module can be pickled."""
     grown = {path: plain.module.grown[key] for path, key in zip(plain.seeds, plain.module.grown, strict=True)}
     weights = {name: value.detach().clone() for name, value in state_of(plain.module).items()}
+    return _pickled(_Parts(plain.model, grown, weights))
+
+
+def _whole(plain: Plain) -> bytes:
+    """Pickled as it is in memory: a class that was changed since then builds another network."""
+    module = plain.module
+    if any(map(parametrize.is_parametrized, module.modules())):  # such layers refuse it
+        module = copy.deepcopy(module)
+        for layer in [layer for layer in module.modules() if parametrize.is_parametrized(layer)]:
+            # not remove_parametrizations, which would change the class, and with it the network that was copied
+            values = {name: getattr(layer, name).detach() for name in layer.parametrizations}
+            layer.__class__ = parametrize.type_before_parametrizations(layer)
+            del layer.parametrizations
+            for name, value in values.items():
+                setattr(layer, name, nn.Parameter(value))
+    return _pickled(module)
+
+
+def _pickled(of: object) -> bytes:
     with _by_value():
-        content: bytes = cloudpickle.dumps(_Parts(plain.model, grown, weights))
+        content: bytes = cloudpickle.dumps(of)
     return content
 
 
@@ -307,7 +331,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops_of_example(run, inputs),
+            flops=flops_of_example(run, inputs, task.batch_train),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,

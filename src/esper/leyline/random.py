@@ -11,6 +11,7 @@ so the numbers of a host depend neither on the number of hosts nor on the proces
 
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -158,16 +159,19 @@ def local_generator(run_seed: int, stream: int, host: int = 0, **counter: int | 
     return torch.Generator().manual_seed(seed)
 
 
+_one_thread = threading.RLock()
+
+
 @contextmanager
 def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
     """Within the context the global generators start from a seed of 64 bits; afterwards they are as before.
 
-    Those of PyTorch on the CPU (and on `device`, if it is a GPU), of Python and of numpy. Yields a function that says
-    whether one of them has been used; it looks at the CPU alone.
+    Those of PyTorch on the CPU (and on `device`, if it is a GPU), of Python and of numpy. Threads that come here wait
+    for each other. Yields a function that says whether one of them has been used; it looks at the CPU alone.
     """
     gpus = [device] if device is not None and device.type == "cuda" else []
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=gpus):
+    with _one_thread, torch.random.fork_rng(devices=gpus):
+        of_python, of_numpy = random.getstate(), np.random.get_state()
         try:
             # Not torch.manual_seed: that would also seed the generators of devices that are not forked here.
             torch.default_generator.manual_seed(seed)

@@ -209,7 +209,7 @@ def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
 
 
 def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
-    costs = hosts.costs(EXAMPLE)
+    costs = hosts.costs(EXAMPLE, 2)
     for s, slot in enumerate(SLOTS):
         for index in registry.selectable(HostFamily.CNN):
             module = registry.blueprint_at(index, HostFamily.CNN).build(CHANNELS[slot])

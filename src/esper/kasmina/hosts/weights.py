@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from esper.kasmina.parameters.layout import refuse_gradient_hooks
 from esper.leyline.errors import ConfigError, in_words
 from esper.leyline.files import expanded
 from esper.leyline.tensor_dataclass import state_digest
@@ -42,6 +43,7 @@ class Copies:
     """
 
     def __init__(self, network: nn.Module) -> None:
+        refuse_gradient_hooks(network)  # a copy has none
         # weights that are computed from others, as nn.utils.weight_norm does, have a history, which prevents copies
         held = [value for layer in network.modules() for value in vars(layer).values() if isinstance(value, Tensor)]
         known = {id(value): value.detach().clone() for value in held if value.grad_fn is not None}

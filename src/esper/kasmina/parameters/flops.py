@@ -26,12 +26,17 @@ def flops(forward: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def flops_of_example(run: Callable[[Tensor], object], x: Tensor) -> int:
-    """Those of one example of x [B, ...]: their mean, where they depend on the example, as by its length."""
+def flops_of_example(run: Callable[[Tensor], object], x: Tensor, batch: int) -> int:
+    """Those of one example of x [n, ...].
+
+    Where they depend on the example, as by its length, or on the size of the batch, as for weights that are computed
+    in each pass, they are the mean over full batches of these examples in turn.
+    """
     first = flops(lambda: run(x[:1]))
     if flops(lambda: run(x)) == len(x) * first:
         return first
-    return round(sum(flops(lambda one=one: run(one)) for one in x.split(1)) / len(x))  # type: ignore[misc]
+    rows = torch.arange(batch * -(-len(x) // batch)) % len(x)
+    return round(sum(flops(lambda x=x[some]: run(x)) for some in rows.split(batch)) / len(rows))  # type: ignore[misc]
 
 
 def _flops_of_lstm(

@@ -329,6 +329,17 @@ def check_shared(module: nn.Module, other: nn.Module) -> None:
             )
 
 
+def refuse_gradient_hooks(module: nn.Module) -> None:
+    """Raises ConfigError if a parameter has a hook of its own, which weights in rows of all hosts would leave out."""
+    for name, weight in module.named_parameters():
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name!r} of {type(module).__name__} has a gradient hook (register_hook or "
+                "register_post_accumulate_grad_hook), which would not run; write what it does into the forward pass, "
+                "e.g. (w * mask + (w * (1 - mask)).detach()) for a gradient that is masked."
+            )
+
+
 def refuse_frozen(of: str, module: nn.Module) -> None:
     """Raise ConfigError if a parameter is frozen."""
     for name in frozen_parameters(module):

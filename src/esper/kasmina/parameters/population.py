@@ -25,7 +25,7 @@ from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
-from esper.kasmina.parameters.flops import flops, flops_of_example
+from esper.kasmina.parameters.flops import flops_of_example
 from esper.kasmina.parameters.initialization import (
     Builds,
     InitTable,
@@ -42,6 +42,7 @@ from esper.kasmina.parameters.layout import (
     digest,
     parameter_layout,
     refuse_frozen,
+    refuse_gradient_hooks,
 )
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
 from esper.leyline.errors import CheckpointError, ConfigError, in_words
@@ -145,12 +146,13 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
 
 
 def prepared(module: nn.Module) -> nn.Module:
-    """A new module as hosts and seeds run it; raises ConfigError if a part was compiled by torch.jit.
+    """A new module as hosts and seeds run it.
 
     Its dropout is keyed; `torch.compile` is undone, in it as well; no nested tensors run through it; and weights that
     were computed from others already, as `nn.utils.weight_norm` does before every pass, have no gradient history, so
-    that it can be copied.
+    that it can be copied. Raises ConfigError if a part was compiled by torch.jit, or a parameter has a hook.
     """
+    refuse_gradient_hooks(module)
     holder = nn.ModuleList([module])
     for layer in list(holder.modules()):
         if isinstance(layer, torch.jit.ScriptModule):
@@ -408,14 +410,14 @@ def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
     return table, buffers, bool(drawn) or builds.hidden or bool(table.rebuilt.any())
 
 
-def _flops_of(kind: Kind, features: Features) -> int:
-    """FLOPs of a forward pass of one example of these features."""
+def _flops_of(kind: Kind, features: Features, batch: int) -> int:
+    """FLOPs of a forward pass of one example of these features in a batch of this size."""
 
     def find() -> int:
         module = deterministic_build(kind.build).eval()
-        return flops(lambda: _run_once(module, torch.zeros(1, *features)))
+        return flops_of_example(lambda h: _run_once(module, h), torch.zeros(2, *features), batch)
 
-    return once(kind.source, features, "flops", find)
+    return once(kind.source, features, f"flops {batch}", find)
 
 
 GATE_BLOCK = 2**31
@@ -505,8 +507,11 @@ class Population:
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
         return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
-    def costs(self, inputs: Tensor) -> SeedCosts:
-        """What seeds and gates cost by slot, and which may be chosen; `inputs` [B, ...] are some of the host's."""
+    def costs(self, inputs: Tensor, batch: int) -> SeedCosts:
+        """What seeds and gates cost by slot, and which may be chosen.
+
+        `inputs` [n, ...] are some of the host's, `batch` is the number of examples with which it is trained.
+        """
         num = registry.num_blueprints()
         params, flops_ = (torch.zeros(self.num_slots, num, dtype=torch.int64) for _ in range(2))
         selectable = torch.zeros(num, dtype=torch.bool)
@@ -517,19 +522,21 @@ class Population:
                 selectable[index] = True
                 params[s, index] = kind.template.parameters.num_params
                 kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
-                flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id])
+                flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id], batch)
         gates = [self.gate_kinds[point.channels] for point in self.points]
-        of_gates = map(_flops_of, gates, self._shapes.values())
+        of_gates = [
+            _flops_of(kind, features, batch) for kind, features in zip(gates, self._shapes.values(), strict=True)
+        ]
         host = deterministic_build(self.host_kind.build).eval()
         of_host = once(
-            getattr(self.host_module, "spec", self.host_module), tuple(inputs.shape), "flops",
-            lambda: flops_of_example(lambda x: _run_once(host, x, lambda slot_id, h: h), inputs),
+            getattr(self.host_module, "spec", self.host_module), tuple(inputs.shape), f"flops {batch}",
+            lambda: flops_of_example(lambda x: _run_once(host, x, lambda slot_id, h: h), inputs, batch),
         )  # fmt: skip
         costs = SeedCosts(
             seed_params=params,
             gate_params=torch.tensor([gate.template.parameters.num_params for gate in gates]),
             seed_flops=flops_,
-            gate_flops=torch.tensor([*of_gates]),
+            gate_flops=torch.tensor(of_gates),
             host_flops=torch.tensor(of_host),
             selectable=selectable,
             kinds=kinds,

@@ -338,7 +338,7 @@ class NetworkExecutor(ABC):
     @cached_property
     def costs(self) -> SeedCosts:
         """Of seeds and gates; counted when they are asked for."""
-        return self.population.costs(self.data.dataset.sample())
+        return self.population.costs(self.data.dataset.sample(), self.data.batch_train)
 
     def working_bytes(self) -> int:
         """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""

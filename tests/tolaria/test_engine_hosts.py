@@ -87,10 +87,6 @@ def test_a_share_of_the_hosts_runs_as_it_does_in_the_whole(twelve):
     assert_rows_equal(run(3, first=7), twelve, torch.arange(3), torch.arange(7, 10))
 
 
-def test_a_host_alone_is_itself(twelve):
-    assert_rows_equal(run(1, first=11), twelve, torch.arange(1), torch.arange(11, 12))
-
-
 def test_scripted_hosts_with_noise_do_not_know_each_other_either():
     whole = run(64, of=NOISY)
     assert_rows_equal(run(10, of=NOISY, first=40), whole, torch.arange(10), torch.arange(40, 50))

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -188,17 +187,3 @@ def test_a_fossil_that_came_under_suspicion_joins_the_older_snapshot_alone(execu
     assert not torch.equal(fossil["host.params"], kept["host.params"])
     assert torch.equal(after["seeds.params"][0], fossil["seeds.params"][0])
     assert not torch.equal(fossil["seeds.params"][0], kept["seeds.params"][0])
-
-
-def test_a_rolled_back_slot_cools_down_like_a_pruned_one():
-    _, client, _ = trained_run({3: {1: NAN}}, {1: action(Op.GERMINATE)}, 12)
-    legal = [step.t for step in client.steps if step.obs.legal[1, Op.GERMINATE, 0] and step.t > 1]
-    assert legal[0] == 3 + 7
-
-
-def test_a_host_that_breaks_for_good_is_rolled_back_every_time_and_ends_without_a_number():
-    engine, client, _ = trained_run({t: {1: float("inf")} for t in (3, 4)}, {}, 4)
-    stats = engine.rollout(client)
-    assert stats.rollbacks.tolist() == [0, 2]
-    assert np.isnan(stats.val_acc[1])
-    assert not np.isnan(stats.returns).any()

@@ -53,6 +53,7 @@ def test_a_plan_reproduces_every_coalition_with_the_fewest_seed_passes(data):
     before = [(slot, frozenset(order[:i]) & on) for i, slot in enumerate(order) for on in sets if slot in on]
     assert runs == len(set(before))
     assert plan.num_states == len({frozenset(on) for on in sets})
+    assert {step.slot for step in plan.steps} == set().union(*sets)  # none for slots that are off everywhere
 
 
 def test_without_sharing_every_distinct_coalition_is_a_state_and_keeps_its_place():

@@ -53,6 +53,9 @@ from torch import Tensor
 from esper.leyline.lifecycle import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.leyline.tensor_dataclass import numbers, tensor_dataclass, tree_map
 
+_BITS_PER_WORD = 52
+"""Slots that one float64 encodes exactly; larger sets take several words."""
+
 
 class Rules(NamedTuple):
     """The options of the enumeration; `shapley_limit` None: no subsets."""
@@ -154,6 +157,15 @@ def _table(rows: list[_Row], num_slots: int, device: torch.device) -> Table:
             [[low <= n <= high for _, low, high in rows] for n in counts], dtype=torch.bool, device=device
         ),
     )
+
+
+@lru_cache(maxsize=64)
+def word_weights(num_slots: int, device: torch.device) -> Tensor:
+    """`[S, W]`: what slot s adds to word w of a set's code."""
+    weights = torch.zeros(num_slots, -(-num_slots // _BITS_PER_WORD), dtype=torch.float64)
+    for s in range(num_slots):
+        weights[s, s // _BITS_PER_WORD] = 2.0 ** (s % _BITS_PER_WORD)
+    return weights.to(device)
 
 
 @tensor_dataclass
@@ -304,10 +316,10 @@ def _ranks(among_NS: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merge_equal(sets_NMS: Tensor, asked_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Number of the coalition of each named set (-1: not evaluated), by first occurrence, and their count."""
-    order_M = numbers(sets_NMS.shape[1], sets_NMS.device)
-    marks_NMS = sets_NMS.to(torch.float64)
-    size_NM, shared_NMM = marks_NMS.sum(dim=2), marks_NMS @ marks_NMS.transpose(1, 2)
-    same_NMM = (shared_NMM == size_NM[:, :, None]) & (shared_NMM == size_NM[:, None]) & asked_NM[:, None]
+    _, num_names, num_slots = sets_NMS.shape
+    weights_SW, order_M = word_weights(num_slots, sets_NMS.device), numbers(num_names, sets_NMS.device)
+    words_NMW = sets_NMS.to(torch.float64) @ weights_SW
+    same_NMM = (words_NMW[:, :, None] == words_NMW[:, None]).all(dim=3) & asked_NM[:, None]
     first_NM = same_NMM.to(torch.uint8).argmax(dim=2)  # the first of equal maxima
     rank_NM = (asked_NM & (first_NM == order_M)).cumsum(dim=1)
     return torch.where(asked_NM, rank_NM.gather(1, first_NM) - 1, -1), rank_NM[:, -1]

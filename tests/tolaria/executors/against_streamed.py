@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
+from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, LifecycleOp, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
-from tiny import Bench, adamw, engine, same_tree
+from tiny import SLOTS, Bench, adamw, dataset, engine, same_tree
 from toys import ToyClient, script
 
 ALL = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
@@ -50,6 +52,12 @@ def bench_of(executor: str, num_envs: int = 1, **settings: Any) -> Bench:
 def of_each_split(data: Dataset, change: Callable[[Split], Split]) -> Dataset:
     """A data set with other splits."""
     return replace(data, **{name: change(data.split(name)) for name in ("train", "val", "test")})
+
+
+def host_of(model: Callable[[], nn.Module], x: Tensor | None = None) -> ModuleHost:
+    """A user's network with the usual slots, for inputs like x [8 or more, ...]; None: the tiny images."""
+    x = dataset().train.x if x is None else x
+    return ModuleHostSpec.of(model, SLOTS, x[:8]).build(SLOTS, x[:1])
 
 
 class Case(NamedTuple):

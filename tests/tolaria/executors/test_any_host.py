@@ -11,6 +11,7 @@ from against_streamed import (
     compare,
     each_of,
     grow_different_seeds,
+    host_of,
     in_every_stage_and_blend,
     of_each_split,
     same_pass,
@@ -21,7 +22,6 @@ import tiny
 import tokens
 from esper.kasmina.blueprints import names, selectable
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, StackingError
@@ -75,16 +75,12 @@ def test_sequences_in_every_stage_and_blend_are_run_as_streamed(executor):
 
 @each_other
 def test_convolutions_over_time_are_run_as_streamed(executor):
-    images = dataset().train.x
-    spec = ModuleHostSpec.of(lambda: Sensors(1), SLOTS, images[:8])
-    host = spec.build(SLOTS, images[:1])
-
     def grow(bench):
         bench.grow("r0c0", "token_mlp", S.HOLDING, alpha=1.0, algorithm=Algorithm.GATE, hosts=[0, 2])
         bench.grow("r0c1", "token_scale", S.TRAINING, hosts=[1, 2])
         bench.grow("r1c0", "token_mlp", S.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[1])
 
-    compare(EXECUTORS[executor], grow, num_envs=3, host=host)
+    compare(EXECUTORS[executor], grow, num_envs=3, host=host_of(lambda: Sensors(1)))
 
 
 @each_other

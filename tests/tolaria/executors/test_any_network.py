@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import bench_of, compare, fused, grow_different_seeds
+from against_streamed import bench_of, compare, fused, grow_different_seeds, host_of
 from test_own_blueprints import registered
 from torch import Tensor, nn
 
 import tiny
-from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import StackingError
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
@@ -41,12 +41,8 @@ class Net(nn.Module):
         return self.head(h.mean(dim=(2, 3)))
 
 
-def host(model: Callable[[], nn.Module]) -> ModuleHost:
-    return ModuleHostSpec.of(model, SLOTS, X[:8]).build(SLOTS, X[:1])
-
-
 def bench(model: Callable[[], nn.Module], executor: str = "streamed", num_envs: int = 2, **settings) -> Bench:
-    return bench_of(executor, num_envs, host=host(model), **settings)
+    return bench_of(executor, num_envs, host=host_of(model), **settings)
 
 
 def plain_twin(made: Bench, model: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor, Tensor]:
@@ -98,7 +94,7 @@ def channels_last() -> nn.Module:
 def test_the_features_of_these_networks_are_channels_last():
     for model in (channels_last, ConvNeXt):
         seen = []
-        host(model)(X[:4], lambda slot, h, seen=seen: seen.append(h.is_contiguous()) or h)
+        host_of(model)(X[:4], lambda slot, h, seen=seen: seen.append(h.is_contiguous()) or h)
         assert seen == [False] * 3
 
 
@@ -283,7 +279,7 @@ def grown(model: Callable[[], nn.Module], num_envs: int, seed: int = 0, **settin
 
 @pytest.mark.parametrize("model", DRAWING.values(), ids=DRAWING)
 def test_a_host_that_draws_is_known(model):
-    assert host(model).global_rng
+    assert host_of(model).global_rng
 
 
 @pytest.mark.parametrize("kind", ["functional dropout", "numpy", "layer drop"])
@@ -388,8 +384,8 @@ class OutOfPlace(InPlace):
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
 def test_a_host_that_edits_its_slots_in_place_is_one_that_does_not(algorithm):
     benches = bench(InPlace), bench(OutOfPlace)
-    assert host(InPlace).spec.facts.edited == (True, True, True)
-    assert not any(host(OutOfPlace).spec.facts.edited)
+    assert host_of(InPlace).spec.facts.edited == (True, True, True)
+    assert not any(host_of(OutOfPlace).spec.facts.edited)
     for made in benches:
         made.grow("r0c0", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=algorithm)
         made.grow("r1c0", "conv_light", SeedStage.TRAINING, algorithm=algorithm, hosts=[0])
@@ -412,7 +408,7 @@ LIKE_STREAMED = {
 
 @pytest.mark.parametrize("model", LIKE_STREAMED.values(), ids=LIKE_STREAMED)
 def test_fused_is_streamed_for_a_network_that_writes_where_it_likes(model):
-    compare(fused, grow_different_seeds, num_envs=5, host=host(model))
+    compare(fused, grow_different_seeds, num_envs=5, host=host_of(model))
 
 
 class Late(Net):

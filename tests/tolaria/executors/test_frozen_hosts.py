@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import TWELVE, bench_of, compare, fused, grow_different_seeds, in_every_stage_and_blend
+from against_streamed import TWELVE, bench_of, compare, fused, grow_different_seeds, host_of, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tiny
@@ -20,8 +20,7 @@ from user_networks import BACKBONE, Backbone
 
 
 def host(**settings: bool) -> ModuleHost:
-    spec = ModuleHostSpec.of(lambda: Backbone(**settings), SLOTS, tiny.dataset().train.x[:8])
-    return spec.build(SLOTS, tiny.dataset().train.x[:1])
+    return host_of(lambda: Backbone(**settings))
 
 
 @pytest.mark.parametrize("settings", [{}, {"loads": False, "still": True}, {"head": False}])
@@ -109,21 +108,10 @@ class Guarded(Backbone):
 
 
 def test_a_seed_learns_at_the_end_of_layers_that_run_without_gradients():
-    def guarded() -> ModuleHost:
-        return ModuleHostSpec.of(Guarded, SLOTS, tiny.dataset().train.x[:8]).build(SLOTS, tiny.dataset().train.x[:1])
-
-    bench = Bench(1, host=guarded())
+    bench = Bench(1, host=host_of(Guarded))
     bench.grow("r0c0", "conv_light", SeedStage.BLENDING, alpha=0.5)
     assert bench.train().grad_norm[0, 0] > 0.0
-    compare(fused, grow_different_seeds, num_envs=5, host=guarded())
-
-
-# -- whole runs -------------------------------------------------------------------------------------------------------
-
-
-def task(**settings: bool):
-    spec = ModuleHostSpec.of(lambda: Backbone(**settings), SLOTS, tiny.dataset().train.x[:8])
-    return tiny.task(host=spec)
+    compare(fused, grow_different_seeds, num_envs=5, host=host_of(Guarded))
 
 
 def test_a_checkpoint_goes_on_with_the_same_backbone_alone():
@@ -143,7 +131,8 @@ def test_a_checkpoint_goes_on_with_the_same_backbone_alone():
 
 
 def test_a_host_that_is_frozen_as_a_whole_passes_an_episode():
-    engine = tiny.engine(2, 4, of=task(head=False))
+    spec = ModuleHostSpec.of(lambda: Backbone(head=False), SLOTS, tiny.dataset().train.x[:8])
+    engine = tiny.engine(2, 4, of=tiny.task(host=spec))
     client = ToyClient(engine.spec)
     engine.reset(client, 0)
     stats = engine.rollout(client)

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from against_streamed import bench_of, compare, of_each_split, whole_run
+from against_streamed import bench_of, compare, host_of, of_each_split, whole_run
 from test_native_losses import OF_NUMBERS, with_numbers
 from test_own_blueprints import registered
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost
-from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.lifecycle import Algorithm, SeedStage
@@ -78,14 +77,10 @@ class Users(nn.Module):
         return self.head(self.drop(h.mean(1)))
 
 
-def users_host():
-    return ModuleHostSpec.of(Users, SLOTS, dataset().train.x[:8]).build(SLOTS, dataset().train.x[:1])
-
-
 SETTINGS = {
     "usual": lambda: {},
     "a loss of its own": lambda: {"data": with_numbers(), "objective": OF_NUMBERS["logits"]},
-    "a network of the users": lambda: {"host": users_host()},
+    "a network of the users": lambda: {"host": host_of(Users)},
 }
 
 

@@ -74,22 +74,6 @@ class Functional(nn.Module):
         return self.function(h)
 
 
-class Looked(nn.Module):
-    """Everything that differs between two builds, beside what does not."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, channels, padding_idx=0)
-        self.noise = nn.Parameter(torch.randn(channels))
-        self.conv = nn.Conv2d(channels, channels, 1)
-        nn.init.constant_(self.conv.bias, 0.125)
-        self.register_buffer("mixing", torch.rand(channels))
-
-    def forward(self, h: Tensor) -> Tensor:
-        words = self.table(torch.arange(3, device=h.device)).sum(dim=0)
-        return self.conv(h) * (words + self.noise + self.mixing)[:, None, None]
-
-
 def dropping(channels: int) -> nn.Module:
     return nn.Sequential(nn.Dropout(0.5), nn.Conv2d(channels, channels, 1), nn.Dropout2d(0.3))
 
@@ -139,14 +123,6 @@ def test_hosts_that_run_together_drop_what_they_drop_alone(build, executor):
 
     with registered(build):
         compare(executor, grow)
-
-
-# -- initial values ---------------------------------------------------------------------------------------------------
-
-
-def test_rebuilt_seeds_train_fused_as_host_by_host():
-    with registered(Looked):
-        compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
 
 
 # -- what mixes examples ----------------------------------------------------------------------------------------------

@@ -8,16 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from against_streamed import ALGORITHMS, CONDITIONS, TWELVE, compare, in_every_stage_and_blend
+from against_streamed import ALGORITHMS, CONDITIONS, TWELVE, compare, host_of, in_every_stage_and_blend
 from torch import Tensor, nn
 
 import tokens
-from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.network import HostData
-from tiny import SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
 
 D = 6
@@ -107,8 +105,7 @@ def compare_fused(
     **settings,
 ):
     data = tokens.tokens() if data is None else data
-    x = data.train.x
-    host = ModuleHostSpec.of(network, SLOTS, x[:8]).build(SLOTS, x[:1])
+    host = host_of(network, data.train.x)
 
     def fused(data: HostData) -> FusedExecutor:
         executor = FusedExecutor(data, measures_together=together)

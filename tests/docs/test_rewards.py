@@ -1,36 +1,18 @@
 """docs/rewards.md: its example as a user runs it, its picture, and that it leaves nothing out."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from contracts import check_reward
+from docs import ROOT, run_python
 from esper.runs.assembly.plugins import load_plugins
 from esper.simic.rewards import MODES, REWARD_TERMS, RewardConfig, make_reward
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "rewards.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    """A command in a process of its own; `esper` is found wherever the tests found it."""
-    source = str(ROOT / "src")
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.mark.slow
@@ -40,8 +22,7 @@ def test_the_example_runs_from_the_command_line_as_it_stands(tmp_path):
     (tmp_path / "committed_gain.py").write_text(plugin, encoding="utf-8")
     train, evaluate = (shlex.split(line)[1:] for line in commands.splitlines())
     for words in ([*train, "--num-envs", "4"], [*evaluate, "--num-envs", "4"]):
-        done = run([sys.executable, "-c", "import sys; from esper.cli import main; sys.exit(main())", *words], tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_python(tmp_path, "-m", "esper", *words)
     summary = json.loads((tmp_path / "runs" / "committed" / "summary.json").read_text())
     assert summary["reward"] == "committed_gain"
     (line,) = (tmp_path / "runs" / "committed" / "metrics.jsonl").read_text().splitlines()
@@ -70,8 +51,7 @@ def test_links_of_the_page_lead_somewhere():
 
 @pytest.mark.slow
 def test_the_picture_is_drawn_by_the_command_that_the_page_names(tmp_path):
-    done = run([sys.executable, str(ROOT / "scripts" / "plot_reward_terms.py"), "terms.png"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_python(tmp_path, str(ROOT / "scripts" / "plot_reward_terms.py"), "terms.png")
     picture = (tmp_path / "terms.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(picture) > 50_000

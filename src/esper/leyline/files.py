@@ -86,8 +86,10 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 -- any JSON value
 
 def json_of(text: str) -> Any:  # noqa: ANN401 -- any JSON value
     """The value of a JSON text; raises ValueError, also where it is nested too deeply."""
-    with _not_too_deep():
+    try:
         return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -97,14 +99,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def toml_of(text: str) -> dict[str, Any]:
     """The tables of a TOML text; raises ValueError, also where it is nested too deeply."""
-    with _not_too_deep():
-        return tomllib.loads(text)
-
-
-@contextmanager
-def _not_too_deep() -> Iterator[None]:
     try:
-        yield
+        return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -202,7 +202,9 @@ def find(query: Query, run: str) -> list[dict[str, Any]]:
     rounds = query("SELECT round, objective, memory_peak FROM rounds WHERE run = ? ORDER BY round", [run])
     limits = query("SELECT config->>'$.ppo.max_grad_norm' AS most FROM runs WHERE run = ?", [run])
     most = float(limits[0]["most"] or "nan") if limits else math.nan
-    waits = query(_WAITS, [run])
+    # where waiting is the only legal operation its probability is exactly 1
+    chosen = "SELECT round, avg(p_wait) AS p_wait FROM decisions WHERE run = ? AND p_wait < 1 GROUP BY round"
+    waits = query(f"{chosen} ORDER BY round", [run])
     episodes = query("SELECT round, host, rollbacks, shaped_return FROM episodes WHERE run = ? ORDER BY round", [run])
     found: list[tuple[int, int | None, Alarm]] = [
         (row["round"], None, alarm)
@@ -223,12 +225,6 @@ def find(query: Query, run: str) -> list[dict[str, Any]]:
         marked = query(f'SELECT round, host, count(*) AS n FROM steps WHERE run = ? AND "{name}" GROUP BY ALL', [run])
         found += [(m["round"], m["host"], a) for m in marked for a in of_flags({name.removeprefix("flag_"): m["n"]})]
     return [_row(*finding) for finding in sorted(found, key=lambda f: (f[0], -1 if f[1] is None else f[1]))]
-
-
-_WAITS = """
-SELECT round, avg(p_wait) AS p_wait FROM decisions WHERE run = ? AND p_wait < 1 GROUP BY round ORDER BY round
-"""
-"""Where waiting is the only legal operation its probability is exactly 1."""
 
 
 def in_words(row: Row) -> str:

@@ -15,6 +15,7 @@ of each candidate over its FLOPs.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,6 @@ CONTROLLERS = {"trained": RED, "portfolio": BLUE, "halving": GREEN, "random_sear
 _OTHERS = (ORANGE, VIOLET, SAND, INK)
 """Colours of other controllers, in turn."""
 FORMATS = ("png", "svg")
-_SAME_EVERYWHERE = {"font.family": "DejaVu Sans", "svg.hashsalt": "esper"}
-"""A font that comes with matplotlib, and names in SVG that are not drawn at random."""
 
 
 def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -54,11 +53,16 @@ def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     shown = [run for run in payloads["runs"] if payloads["curves"].get(run["run"])]
     written = []
-    with mpl.rc_context(_SAME_EVERYWHERE):
+    with _same_everywhere():
         for run in shown:
             figure = picture(run, *(payloads[name][run["run"]] for name in ("curves", "behaviour", "hosts")))
             written += _written(figure, folder / ("run" if len(payloads["runs"]) == 1 else run["run"]))
     return written
+
+
+def _same_everywhere() -> AbstractContextManager[None]:
+    """A font that comes with matplotlib, and names in SVG that are not drawn at random."""
+    return mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "esper"})
 
 
 def _written(figure: Figure, path: Path) -> list[Path]:
@@ -143,7 +147,7 @@ def write_equal_compute(report: Mapping[str, Any], path: Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.045, 0.0), ncols=6, frameon=False, fontsize=9,
                   labelcolor=INK)  # fmt: skip
-    with mpl.rc_context(_SAME_EVERYWHERE):
+    with _same_everywhere():
         _written(figure, path)
 
 

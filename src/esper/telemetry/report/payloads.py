@@ -127,16 +127,12 @@ def curves(record: Record, run: str, found: Rounds) -> Payload:
     sql = f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? order by 1"
     curve = columns_of(record.query(sql, (run, found.bucket)))
     if curve:
-        costs = {row["round"]: row for row in record.query(_COSTS, (run,))}
+        sql = ("select round, sum(seconds + coalesce(update_seconds, 0)) over (order by round) as seconds, "
+               "env_steps_per_s, memory_peak / 1073741824.0 as memory from rounds where run = ?")  # fmt: skip
+        costs = {row["round"]: row for row in record.query(sql, (run,))}
         for name in ("seconds", "env_steps_per_s", "memory"):
             curve[name] = [costs.get(number, {}).get(name) for number in curve["round"]]
     return curve
-
-
-_COSTS = """
-select round, sum(seconds + coalesce(update_seconds, 0)) over (order by round) as seconds, env_steps_per_s,
-    memory_peak / 1073741824.0 as memory
-from rounds where run = ?"""
 
 
 def differences(record: Record) -> list[Payload]:

@@ -278,7 +278,10 @@ def host(record: Record, place: Place) -> Payload:
     known, number = _begin(record, place)
     if number is None:
         return known | {"hosts": [], "host": None}
-    of_round = record.query(_OF_ROUND, (known["run"], number)) or _missing(known)
+    results = "select * exclude (run, instance), instance::varchar as instance from episodes"
+    of_round = record.query(f"{results} where run = ? and round = ? order by host", (known["run"], number))
+    if not of_round:
+        _missing(known)
     known["hosts"] = [row["host"] for row in of_round]
     best = max(of_round, key=lambda row: (bool(row["fossilized"]), -1e9 if (j := row["objective"]) is None else j))
     chosen = place.get("host", best["host"])
@@ -288,11 +291,6 @@ def host(record: Record, place: Place) -> Payload:
             f"round {number} has no host {chosen}; it has {of_round[0]['host']} to {of_round[-1]['host']}."
         )
     return known | {"host": chosen, "result": result} | _episode(record, (known["run"], number, chosen))
-
-
-_OF_ROUND = """
-select * exclude (run, instance), instance::varchar as instance from episodes where run = ? and round = ?
-order by host"""
 
 
 def _episode(record: Record, where: tuple[str, int, int]) -> Payload:

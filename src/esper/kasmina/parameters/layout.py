@@ -100,10 +100,10 @@ def parameter_layout(module: nn.Module) -> FlatLayout:
     """Layout of all parameters but frozen ones, which all rows share; raises ConfigError if one is not float32."""
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"parameter {name!r} is {parameter.dtype}, but parameters must be float32; build it so, or call "
-                ".float(), and convert in forward where the network computes in another type."
-            )
+            out = "build it so, or call .float(), and convert in forward where the network computes in another type"
+            if parameter.is_complex():
+                out = "let it be two, and call torch.complex(real, imag) in forward"
+            raise ConfigError(f"parameter {name!r} is {parameter.dtype}, but parameters must be float32; {out}.")
     return _layout((name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 

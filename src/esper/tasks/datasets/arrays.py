@@ -353,6 +353,8 @@ _OF_LABELS = "np.unique(labels, return_inverse=True)[1]"
 
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
+    if hasattr(value, "to_numpy"):  # tables and columns of pandas and others
+        value = value.to_numpy()
     if np.ma.is_masked(value):
         raise DataError(
             f"{place} has masked values, which PyTorch does not know; fill them (.filled), or leave them out."
@@ -367,8 +369,7 @@ def _tensor(place: str, value: object) -> Tensor:
             raise DataError(f"{place} is a list that is not an array ({error}); make its rows equally long.") from error
     if not isinstance(value, Tensor):
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()",
-                "toarray": ".toarray()", "encode": _OF_LABELS}  # fmt: skip
+        ways = {"getbands": "the transform torchvision.transforms.PILToTensor()", "toarray": ".toarray()", "encode": _OF_LABELS}  # fmt: skip
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             way = _OF_LABELS

@@ -83,7 +83,7 @@ def _write_runnable(
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None] if ONNX in formats else []
     wanted = [name for name in formats if name != ONNX or not missing]
-    won, failed, said = None, dict[str, str](), list[str]()
+    won, failed, said = None, dict[str, None](), list[str]()
     with tempfile.TemporaryDirectory() as place:
         pickled = Path(place) / PICKLE
 
@@ -91,31 +91,29 @@ def _write_runnable(
             job = {"kind": kind, "source": source, "folder": folder, "examples": list(examples)}
             return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
 
-        def attempt(name: str) -> tuple[Path, str | None, list[str]]:
-            """The file to keep, why it is not kept, and sentences."""
-            file = Path(place) / name
-            if name in (PROGRAM, PICKLE):
-                pickled.write_bytes(_pickled(network.plain))
-                error, notes = tried(PICKLE, pickled, file, fixed=False) if name == PROGRAM else tried(PICKLE, pickled)
-                return file, error, notes
-            text, notes = written(network.plain, network.description, network.inputs, imports=name == "imported.py")
-            file.write_text(text, encoding="utf-8")
-            return file, tried(SOURCE, file)[0], notes
+        def attempt(file: Path) -> Tried:
+            """Write this file."""
+            if file.suffix == ".py":
+                imports = file.stem == "imported"
+                text, notes = written(network.plain, network.description, network.inputs, imports=imports)
+                file.write_text(text, encoding="utf-8")
+                return tried(SOURCE, file)[0], notes
+            pickled.write_bytes(_pickled(network.plain))
+            return tried(PICKLE, pickled, file, fixed=False) if file.name == PROGRAM else tried(PICKLE, pickled)
 
-        for name in ("copied.py", "imported.py", PROGRAM, PICKLE):
+        for file in (Path(place) / name for name in ("copied.py", "imported.py", PROGRAM, PICKLE)):
             try:
-                file, error, said = attempt(name)
+                error, said = attempt(file)
             except Exception as raised:  # whatever a class of the user's raises when it is looked at
                 error = str(raised) if isinstance(raised, UnwritableError) else repr(raised)
             if error is None:
-                won = SOURCE if name.endswith(".py") else name
+                won = SOURCE if file.suffix == ".py" else file.name
                 (folder / won).write_bytes(file.read_bytes())
                 break
-            failed[name], said = error, []
+            failed[error], said = None, []
         if won != SOURCE:
             how = HOW_TO_LOAD[won] if won else "esper.load(folder, task=task), from the weights"
-            why = "; ".join(dict.fromkeys(failed.values()))
-            said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
+            said.append(f"there is no {SOURCE} ({'; '.join(failed)}). The network is loaded by {how}.")
         for name in [name for name in wanted if name != won]:
             kind, source = (SOURCE, folder / SOURCE) if won == SOURCE else (PICKLE, pickled)
             error, notes = tried(kind, source, folder / name)

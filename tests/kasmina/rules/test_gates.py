@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scalar_rules import gate_2 as scalar_gate_2
 from scalar_rules import gate_3 as scalar_gate_3
 from scalar_rules import gate_5 as scalar_gate_5
-from scalar_step import slot_dicts
+from scalar_rules import slot_dicts
 
 from esper.kasmina.rules.conditions import FailedCheck, LifecycleConfig, gate_2, gate_3, gate_5
 from esper.kasmina.rules.slot_fields import empty_slots

@@ -85,7 +85,7 @@ def _write_runnable(
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None] if ONNX in formats else []
     wanted = [name for name in formats if name != ONNX or not missing]
-    won, failed, said = None, dict[str, str](), list[str]()
+    won, failed, said = None, dict[str, None](), list[str]()
     with tempfile.TemporaryDirectory() as place:
         pickled = Path(place) / PICKLE
 
@@ -93,33 +93,33 @@ def _write_runnable(
             job = {"kind": kind, "source": source, "folder": folder, "examples": list(examples)}
             return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
 
-        def attempt(name: str, pickle_: Callable[[Plain], bytes]) -> tuple[Path, str | None, list[str]]:
-            """The file to keep, why it is not kept, and sentences."""
-            file = Path(place) / name
-            if name in (PROGRAM, PICKLE):
-                pickled.write_bytes(pickle_(network.plain))
-                error, notes = tried(PICKLE, pickled, file, fixed=False) if name == PROGRAM else tried(PICKLE, pickled)
-                return file, error, notes
-            text, notes = written(network.plain, network.description, network.inputs, imports=name == "imported.py")
-            file.write_text(text, encoding="utf-8")
-            return file, tried(SOURCE, file)[0], notes
+        def attempt(file: Path, form: Callable[[Plain], bytes]) -> Tried:
+            """Write this file."""
+            if file.suffix == ".py":
+                imports = file.stem == "imported"
+                text, notes = written(network.plain, network.description, network.inputs, imports=imports)
+                file.write_text(text, encoding="utf-8")
+                return tried(SOURCE, file)[0], notes
+            pickled.write_bytes(form(network.plain))
+            return tried(PICKLE, pickled, file, fixed=False) if file.name == PROGRAM else tried(PICKLE, pickled)
 
-        from_memory = [(name, form) for form in (_parts, _whole) for name in (PROGRAM, PICKLE)]
-        for name, pickle_ in (("copied.py", _parts), ("imported.py", _parts), *from_memory):
+        from_memory = ((name, form) for form in (_parts, _whole) for name in (PROGRAM, PICKLE))
+        for name, form in (("copied.py", _parts), ("imported.py", _parts), *from_memory):
+            file = Path(place) / name
             try:
-                file, error, said = attempt(name, pickle_)
+                error, said = attempt(file, form)
             except Exception as raised:  # whatever a class of the user's raises when it is looked at
                 error = str(raised) if isinstance(raised, UnwritableError) else in_words(raised)
             if error is None:
-                won = SOURCE if name.endswith(".py") else name
+                won = SOURCE if file.suffix == ".py" else file.name
                 (folder / won).write_bytes(file.read_bytes())
                 break
-            failed.setdefault(name, error)
+            if form is _parts:  # from memory fails for the same reason, or for one of its own
+                failed[error] = None
             said = []
         if won != SOURCE:
             how = HOW_TO_LOAD[won] if won else "esper.load(folder, task=task), from the weights"
-            why = "; ".join(dict.fromkeys(failed.values()))
-            said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
+            said.append(f"there is no {SOURCE} ({'; '.join(failed)}). The network is loaded by {how}.")
         for name in [name for name in wanted if name != won]:
             kind, source = (SOURCE, folder / SOURCE) if won == SOURCE else (PICKLE, pickled)
             error, notes = tried(kind, source, folder / name)

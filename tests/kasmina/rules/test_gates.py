@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from scalar_rules import gate_2 as scalar_gate_2
 from scalar_rules import gate_3 as scalar_gate_3
 from scalar_rules import gate_5 as scalar_gate_5
-from scalar_step import slot_dicts
+from scalar_rules import slot_dicts
 
 from esper.kasmina.rules.conditions import FailedCheck, LifecycleConfig, gate_2, gate_3, gate_5
-from esper.kasmina.rules.slot_fields import EMPTY, empty_slots
+from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.lifecycle import LifecycleOp
-from esper.leyline.tensor_dataclass import replace
 
 NAN = float("nan")
 PERMISSIVE = LifecycleConfig(gate_mode="permissive")
@@ -22,14 +21,11 @@ STRICT = LifecycleConfig(gate_mode="strict")
 
 def one_slot_each(rows, **common):
     """N hosts with one slot; each row names the fields in which its slot differs from `common` and from empty."""
-    names = {name for row in (common, *rows) for name in row}
-    columns = {
-        name: torch.tensor(
-            [row.get(name, common.get(name, EMPTY[name])) for row in rows], dtype=torch.tensor(EMPTY[name]).dtype
-        )
-        for name in names
-    }
-    return replace(empty_slots(len(rows), 1, CPU), **{name: column[:, None] for name, column in columns.items()})
+    slots = empty_slots(len(rows), 1, CPU)
+    for n, row in enumerate(rows):
+        for name, value in (common | row).items():
+            getattr(slots, name)[n] = value
+    return slots
 
 
 def ints(values):
@@ -92,17 +88,9 @@ def test_the_score_of_g5_is_the_contribution_in_tenths_between_0_and_1(config):
 
 
 def test_the_bits_of_the_failed_checks_are_those_that_reports_print():
-    assert {check.name: check.value for check in FailedCheck} == {
-        "EPOCHS": 1,
-        "HEALTH_MISSING": 2,
-        "EXPLODING": 4,
-        "HEALTH_LOW": 8,
-        "IMPROVEMENT": 16,
-        "RATIO": 32,
-        "ALPHA": 64,
-        "CONTRIBUTION_MISSING": 128,
-        "CONTRIBUTION_LOW": 256,
-    }
+    names = ("EPOCHS", "HEALTH_MISSING", "EXPLODING", "HEALTH_LOW", "IMPROVEMENT", "RATIO", "ALPHA",
+             "CONTRIBUTION_MISSING", "CONTRIBUTION_LOW")  # fmt: skip
+    assert {check.name: check.value for check in FailedCheck} == {name: 2**k for k, name in enumerate(names)}
 
 
 # multiples of 1/8 are exact in single and double precision, so both twins see the same ties

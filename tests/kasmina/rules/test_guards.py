@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import CPU
 from scalar_rules import legal as scalar_legal
-from scalar_step import slot_dicts
+from scalar_rules import slot_dicts
 
 from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots

@@ -1,22 +1,76 @@
 """Transitions, operations, the rulebook against its scalar twin, and invariants, over random episodes."""
 
+import copy
+import functools
+
 import pytest
 import torch
-from driver import HOST_PARAMS, Driver, action, measured, seed_costs
-from episodes import HOSTS, MANUAL, RULES, SLOTS, differing, episode, every_rulebook, execute, same
-from scalar_rules import new_host
-from scalar_step import cost_dict, measurement_dicts
-from scalar_step import step as scalar_step
+from driver import HOST_PARAMS, Driver, RandomScript, action, measured, seed_costs
+from scalar_rules import cost_dict, measurement_dicts, new_host
+from scalar_rules import step as scalar_step
 
 from esper.kasmina.rules.conditions import LifecycleConfig
+from esper.kasmina.rules.lifecycle import apply_ops, feedback, tick
 from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
 
 Op = LifecycleOp
 DORMANT, GERMINATED, TRAINING, BLENDING, HOLDING, FOSSILIZED, PRUNED, EMBARGOED, RESETTING = 1, 2, 3, 4, 6, 7, 8, 9, 10
 
+AUTOMATIC = LifecycleConfig(min_training_epochs=2, min_prune_age=2, embargo_epochs=2, sequential=False)
+MANUAL = LifecycleConfig(
+    min_training_epochs=1, min_prune_age=1, embargo_epochs=1, max_seeds=2, auto_g1=False, auto_g2=False, auto_g3=False
+)
+STRICT = LifecycleConfig(
+    gate_mode="strict", min_training_epochs=1, min_blending_epochs=3, min_prune_age=3, embargo_epochs=0, max_seeds=0,
+    sequential=False, auto_g2=False,
+)  # fmt: skip
+RULES = {"automatic": AUTOMATIC, "manual": MANUAL, "strict": STRICT}
+SEEDS = {"automatic": 11, "manual": 12, "strict": 13}
+HOSTS, SLOTS, LENGTH = 160, 3, 26
+
+every_rulebook = pytest.mark.parametrize("name", list(RULES))
+
+
+@functools.cache
+def episode(name):
+    """A random episode of many hosts, rollbacks included; shared by these tests, which only read it."""
+    script = RandomScript(SEEDS[name], HOSTS, SLOTS)
+    driver = Driver(HOSTS, SLOTS, RULES[name], script.measure)
+    for t in range(1, LENGTH + 1):
+        driver.step(policy=script.act, panic=script.panic(t))
+    return driver.steps
+
+
+def same(a, b):
+    return torch.allclose(a.double(), b.double(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def differing(before, after):
+    """Names of the tensors in which two records differ."""
+    return {name for name, value in named_tensors(after) if not same(value, dict(named_tensors(before))[name])}
+
 
 # -- transitions ------------------------------------------------------------------------------------------------------
+
+
+_OP, _AUTO, _ADVANCE, _SCHEDULED, _COOLDOWN = range(1, 6)
+CAUSES = {
+    (DORMANT, GERMINATED): {_OP},
+    (GERMINATED, TRAINING): {_AUTO, _ADVANCE},
+    (GERMINATED, PRUNED): {_OP},
+    (TRAINING, BLENDING): {_AUTO, _ADVANCE},
+    (TRAINING, PRUNED): {_OP},
+    (BLENDING, HOLDING): {_AUTO, _ADVANCE},
+    (BLENDING, PRUNED): {_OP, _SCHEDULED},
+    (HOLDING, FOSSILIZED): {_OP},
+    (HOLDING, BLENDING): {_OP},
+    (HOLDING, PRUNED): {_OP},
+    (PRUNED, EMBARGOED): {_COOLDOWN},
+    (EMBARGOED, RESETTING): {_COOLDOWN},
+    (RESETTING, DORMANT): {_COOLDOWN},
+}
+"""By what each transition comes about; there are no others."""
 
 
 def test_each_transition_has_the_cause_that_makes_it():
@@ -28,22 +82,7 @@ def test_each_transition_has_the_cause_that_makes_it():
                 told = torch.stack((part.from_stage, part.to_stage, part.cause), dim=-1)[part.cause > 0]
                 for source, target, cause in told.unique(dim=0).tolist():
                     causes.setdefault((source, target), set()).add(cause)
-    op, auto, advance, scheduled, cooldown = range(1, 6)
-    assert causes == {
-        (DORMANT, GERMINATED): {op},
-        (GERMINATED, TRAINING): {auto, advance},
-        (GERMINATED, PRUNED): {op},
-        (TRAINING, BLENDING): {auto, advance},
-        (TRAINING, PRUNED): {op},
-        (BLENDING, HOLDING): {auto, advance},
-        (BLENDING, PRUNED): {op, scheduled},
-        (HOLDING, FOSSILIZED): {op},
-        (HOLDING, BLENDING): {op},
-        (HOLDING, PRUNED): {op},
-        (PRUNED, EMBARGOED): {cooldown},
-        (EMBARGOED, RESETTING): {cooldown},
-        (RESETTING, DORMANT): {cooldown},
-    }
+    assert causes == CAUSES
 
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -192,12 +231,15 @@ def test_every_field_of_a_host_is_filled_and_changes_in_the_course_of_an_episode
 
 def test_equal_calls_agree_and_change_nothing_that_they_were_given():
     step = episode("manual")[-1]
-    given = {"slots": step.slots, "hosts": step.hosts}
-    before = {name: {field: value.clone() for field, value in named_tensors(rec)} for name, rec in given.items()}
-    first, second = (execute(step, step.actions, MANUAL) for _ in range(2))
-    for one, two in ((first[0], second[0]), (first[1], second[1]), (first[2], second[2]), (first[3], second[3])):
+    before, nothing = copy.deepcopy(step), torch.zeros_like(step.rolled_back)
+    active, costs = torch.ones(HOSTS, dtype=torch.bool), seed_costs(SLOTS)
+
+    def execute():
+        slots, hosts, ops = apply_ops(step.slots, step.hosts, step.actions, step.legal, active, step.t, costs, MANUAL)
+        after, hosts_after, ticks = tick(slots, hosts, ops, nothing, MANUAL)
+        hosts_after, _, _ = feedback(hosts_after, step.actions, ops, ticks, active)
+        return slots, hosts, ops, after, hosts_after
+
+    for one, two in zip(execute(), execute(), strict=True):
         assert differing(one, two) == set()
-    assert torch.equal(first[4], second[4])
-    for name, rec in given.items():
-        for field, value in named_tensors(rec):
-            assert same(value, before[name][field]), (name, field)
+    assert differing(before.slots, step.slots) == differing(before.hosts, step.hosts) == set()

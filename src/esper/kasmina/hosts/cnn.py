@@ -6,6 +6,7 @@ x -> pixel unshuffle -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import torch
@@ -122,10 +123,9 @@ class CNNHostSpec:
 
     def num_params(self) -> int:
         """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes, where c_{-1} are the channels of the input."""
-        outputs = self.channels()
-        inputs = (self.input_channels(), *outputs)
-        convs = sum(a * b * self.kernel**2 + 2 * b for a, b in zip(inputs, outputs, strict=False))
-        return convs + outputs[-1] * self.classes + self.classes
+        channels = (self.input_channels(), *self.channels())
+        convs = sum(a * b * self.kernel**2 + 2 * b for a, b in pairwise(channels))
+        return convs + channels[-1] * self.classes + self.classes
 
     def build(self, slot_ids: Iterable[str], example: Tensor) -> "CNNHost":
         """A host with these slots enabled, for images like `example` [1, C, H, W]."""
@@ -197,9 +197,8 @@ class CNNHost(Host):
         spec.check_image(*image_size, self.enabled)
         self.image_size = image_size
         self.largest_activation = spec.largest_activation(*image_size)
-        channels = spec.channels()
-        inputs = (spec.input_channels(), *channels)
-        self.blocks = nn.ModuleList(Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
+        channels = (spec.input_channels(), *spec.channels())
+        self.blocks = nn.ModuleList(Block(a, b, spec.kernel) for a, b in pairwise(channels))
         self.head = nn.Linear(channels[-1], spec.classes)
         drop_batch_counters(self)
 

@@ -25,7 +25,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -454,11 +454,11 @@ class ModuleFacts:
     largest_activation: int
     shares_prefix: tuple[bool, ...]
     causal: bool
-    dtype: torch.dtype = torch.float32
-    edited: tuple[bool, ...] = ()
-    built_by_pass: bool = False
-    global_rng: bool = False
-    own_frozen: tuple[str, ...] = ()
+    dtype: torch.dtype
+    edited: tuple[bool, ...]
+    built_by_pass: bool
+    global_rng: bool
+    own_frozen: tuple[str, ...]
 
 
 def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
@@ -510,18 +510,46 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
     disturb(network.eval())
     with torch.no_grad():
         check_examples(network, slots, x, others)
-        facts = _facts(network, slots, x, interface)
+        run = run_once(network, x)
+        shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
+        family = _family(slots, shapes)
+        shares_prefix = tuple(not run.draws and _shares_prefix(network, slot, x) for slot in slots)
+        causal = _is_causal(network, x, run.output, interface)
+        edited = {slot for slot in slots if is_edited(slot, run)}
+    own: tuple[str, ...] = ()
     if frozen_parameters(network):
-        other = deterministic_build(lambda: new_network(model, first if built_by_pass else None), seed=1)
-        facts = replace(facts, own_frozen=own_frozen(network, other))
-    run = check_training(network, slots, x)
+        own = own_frozen(
+            network, deterministic_build(lambda: new_network(model, first if built_by_pass else None), seed=1)
+        )
+    trained = check_training(network, slots, x)
     check_binding(network, again, x)
-    return replace(
-        facts,
+    return ModuleFacts(
+        family=family,
+        points=_points(network, slots, shapes, run),
+        shapes=tuple(shapes),
+        inputs=tuple(x.shape[1:]),
+        num_params=count_params(network, ()),
+        largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
+        shares_prefix=shares_prefix,
+        causal=causal,
+        dtype=x.dtype,
+        edited=tuple(slot in edited or is_edited(slot, trained) for slot in slots),
         built_by_pass=built_by_pass,
-        edited=tuple(of or is_edited(slot, run) for of, slot in zip(facts.edited, slots, strict=True)),
-        global_rng=facts.global_rng or run.draws,
+        global_rng=run.draws or trained.draws,
+        own_frozen=own,
     )
+
+
+def _points(
+    network: nn.Module, slots: Sequence[str], shapes: Sequence[tuple[int, ...]], run: Pass
+) -> tuple[InjectionPoint, ...]:
+    order = [call.path for call in run.calls]
+    return tuple(
+        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 or transposed else shape[-1],
+                       order=i, position=(order.index(slot) + 1) / len(order), transposed=transposed)
+        for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True))
+        for transposed in (is_transposed(network, slot, run),)
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -567,31 +595,6 @@ def _check_model(model: Model) -> None:
             f"the model cannot be called without arguments: {error}; pass a function that builds the network, e.g. "
             "functools.partial(Network, 10)."
         ) from error
-
-
-def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Interface) -> ModuleFacts:
-    run = run_once(network, x)
-    order = [call.path for call in run.calls]
-    shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
-    points = tuple(
-        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 or transposed else shape[-1],
-                       order=i, position=(order.index(slot) + 1) / len(order), transposed=transposed)
-        for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True))
-        for transposed in (is_transposed(network, slot, run),)
-    )  # fmt: skip
-    return ModuleFacts(
-        family=_family(slots, shapes),
-        points=points,
-        shapes=tuple(shapes),
-        inputs=tuple(x.shape[1:]),
-        num_params=count_params(network, ()),
-        largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
-        shares_prefix=tuple(not run.draws and _shares_prefix(network, slot, x) for slot in slots),
-        dtype=x.dtype,
-        edited=tuple(is_edited(slot, run) for slot in slots),
-        global_rng=run.draws,
-        causal=_is_causal(network, x, run.output, interface),
-    )
 
 
 def _family(slots: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> HostFamily:

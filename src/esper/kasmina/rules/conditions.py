@@ -123,7 +123,7 @@ class GateResult:
         return self.failed == 0
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
 def constant(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tuple of numbers, or of such tuples, on a device, where it is copied to once."""
     return torch.tensor(values, dtype=dtype, device=device)
@@ -131,7 +131,7 @@ def constant(values: Sequence[object], dtype: torch.dtype, device: torch.device)
 
 def _result(failed: dict[FailedCheck, Tensor], score: Tensor) -> GateResult:
     """The result of a gate from the masks of its failed checks."""
-    bits = torch.stack(tuple(failed.values()), dim=-1) * constant(tuple(failed), torch.int64, score.device)
+    bits = torch.stack(tuple(failed.values()), dim=-1) * constant(tuple(map(int, failed)), torch.int64, score.device)
     return GateResult(failed=bits.sum(dim=-1), score=score)
 
 

@@ -145,7 +145,7 @@ def op_parameters(actions: Int[Tensor, "N 8"]) -> OpParameters:
     """The parameters of each host's op."""
     device, columns = actions.device, [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
     for dtype, heads, values in _TABLES:
-        chosen = actions.index_select(1, constant(heads, torch.int64, device))
+        chosen = actions.index_select(1, constant(tuple(map(int, heads)), torch.int64, device))
         columns.extend(constant(values, dtype, device)[numbers(len(heads), device), chosen].split(1, dim=1))
     return OpParameters(*columns)
 

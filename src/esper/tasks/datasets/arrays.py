@@ -369,7 +369,11 @@ def _tensor(place: str, value: object) -> Tensor:
             raise DataError(f"{place} is a list that is not an array ({error}); make its rows equally long.") from error
     if not isinstance(value, Tensor):
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        ways = {"getbands": "the transform torchvision.transforms.PILToTensor()", "toarray": ".toarray()", "encode": _OF_LABELS}  # fmt: skip
+        ways = {
+            "getbands": "the transform torchvision.transforms.PILToTensor()",
+            "toarray": ".toarray()",
+            "encode": _OF_LABELS,
+        }
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             way = _OF_LABELS

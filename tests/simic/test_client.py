@@ -182,7 +182,8 @@ def test_a_state_with_other_names_or_shapes_is_refused(make_client):
 
 def test_the_client_learns_the_best_decision_of_the_toy_world(make_client, make_engine):
     hosts = list(range(16))
-    client, engine = make_client(hosts, total_updates=25, lr=6e-3), make_engine(hosts)
+    client = make_client(hosts, width=16, total_updates=15, lr=1.5e-2, update_epochs=2)
+    engine = make_engine(hosts)
 
     def share_of_favourites() -> float:
         stored = client.buffer.rollout
@@ -192,8 +193,8 @@ def test_the_client_learns_the_best_decision_of_the_toy_world(make_client, make_
 
     engine.run(client, 0)
     assert share_of_favourites() < 0.4
-    for episode in range(25):
+    for episode in range(15):
         engine.run(client, episode)
         client.update()
-    engine.run(client, 25)
+    engine.run(client, 15)
     assert share_of_favourites() > 0.9

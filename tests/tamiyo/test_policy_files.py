@@ -86,6 +86,8 @@ def test_a_line_by_hand_may_leave_out_heads_that_have_a_canonical_value(tmp_path
 
 
 SIDE = {"name": "wait", "lines": []}
+OWN_RULES = {"blueprints": [], "slots": [], "tempo": "FAST", "first_step": 1, "patience": 0.5, "price": 3.0,
+             "fossilize_above": 0.0}  # fmt: skip
 RULE = {"feature": "val_acc", "step": 3, "threshold": 50.0, "below": SIDE, "above": SIDE}
 
 
@@ -112,6 +114,12 @@ RULE = {"feature": "val_acc", "step": 3, "threshold": 50.0, "below": SIDE, "abov
          "rule.feature is \"val_accuracy\"; did you mean 'val_acc'"),
         ({}, {"kind": "rule", "schedule": None, "rule": RULE | {"threshold": float("nan")}}, "threshold is NaN; it "),
         ({}, {"kind": "rule", "schedule": None, "rule": RULE | {"step": 61}}, "own.json: the rule decides in step 61"),
+        ({}, {"kind": "heuristic", "schedule": None, "heuristic": OWN_RULES | {"price": "much"}},
+         r'heuristic.price is "much"; it must be a number'),
+        ({}, {"kind": "heuristic", "schedule": None, "heuristic": OWN_RULES | {"slots": ["r9c9"]}},
+         r"heuristic.slots\[0\] is \"r9c9\""),
+        ({}, {"kind": "heuristic", "schedule": None, "heuristic": OWN_RULES | {"temper": 1}},
+         "heuristic.temper is unknown here"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_followed_is_refused_by_file_and_field(tmp_path, line, changes, complaint) -> None:
@@ -143,21 +151,3 @@ def test_a_tuned_heuristic_is_written_by_name_and_read_back(tmp_path: Path) -> N
     assert (tree["blueprints"], tree["slots"], tree["tempo"]) == (["bottleneck", "depthwise"], ["r0c2", "r0c0"], "FAST")
     assert read_policy(path, SPEC) == rules
     assert isinstance(script_of(rules, SPEC), Heuristic)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"price": "much"}, r'heuristic.price is "much"; it must be a number'),
-        ({"slots": ["r9c9"]}, r"heuristic.slots\[0\] is \"r9c9\""),
-        ({"temper": 1}, "heuristic.temper is unknown here"),
-    ],
-)
-def test_a_heuristic_that_cannot_be_followed_is_refused_by_field(tmp_path: Path, changes, complaint) -> None:
-    path = tmp_path / "mine.json"
-    write_policy(path, HeuristicRules(), "digits", {}, SPEC)
-    values = json.loads(path.read_text())
-    values["heuristic"] |= changes
-    path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=complaint):
-        read_policy(path, SPEC)

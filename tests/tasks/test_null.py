@@ -103,12 +103,6 @@ def test_constants_that_cannot_be_are_refused(broken):
         NullSpec(**broken)
 
 
-def test_the_best_schedule_is_worth_what_was_worked_out():
-    # 49.8761 + 6 * (3 - e^{-5.9} - e^{-4.8} - e^{-3.7})
-    assert hindsight.best_schedule_value(60, 10, 3) == pytest.approx(67.6619, abs=5e-5)
-    assert hindsight.best_schedule_value(60, 10, 0) == pytest.approx(49.8761, abs=5e-5)
-
-
 def test_the_best_schedule_germinates_as_early_as_possible_and_fossilizes_at_the_first_legal_step():
     steps = null.best_schedule(60, 10, 3)
     summary = [(step.earliest, step.action[Head.OP], step.action[Head.SLOT]) for step in steps]

@@ -36,7 +36,7 @@ from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, fill, single
-from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, Stateless, canonical_actions
+from esper.tamiyo.scripted import FirstWanted, NoMemory, Script, ScriptedPolicy, Stateless, canonical_actions
 
 TRIES = 4  # blueprints that each host tries
 EXPLORED_SHARE = 0.5  # share of the episode after which no untried blueprint is germinated
@@ -72,8 +72,7 @@ class ExploreThenCommit:
         self._numbers = torch.arange(spec.num_blueprints, device=device)
         self._selectable = spec.selectable_mask()
         self._growing = torch.tensor(stages_mask(GROWING), device=device)
-        self._canonical = canonical_actions(device)
-        self._priority = torch.tensor(_PRIORITY, device=device)
+        self._first = FirstWanted(_PRIORITY, range(spec.num_slots), device)
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Worths:
         """Nothing is known."""
@@ -87,17 +86,8 @@ class ExploreThenCommit:
         untried_NB = self._selectable & ~memory.tried
         exploring_N = (memory.tried.sum(dim=1) < self._tries) & (obs.t <= self._explore_until)
         best_N, best_index_N = worth_NB.nan_to_num(nan=-math.inf).max(dim=1)
-        wanted_NPS = self._wanted(obs, worth_NB, best_N, exploring_N)
-        legal_NPS = obs.legal.index_select(1, self._priority)
-        first_N = (wanted_NPS & legal_NPS).flatten(1).to(torch.int8).argmax(dim=1)
-        op_N, slot_N = self._priority[first_N // obs.num_slots], first_N % obs.num_slots
-        actions = self._canonical[op_N]
-        germinate_N = op_N == _O.GERMINATE
         blueprint_N = torch.where(exploring_N, untried_NB.to(torch.int8).argmax(dim=1), best_index_N)
-        actions[:, Head.SLOT] = slot_N * (op_N != _O.WAIT)
-        actions[:, Head.BLUEPRINT] = blueprint_N * germinate_N
-        actions[:, Head.TEMPO].masked_fill_(germinate_N, FAST)
-        return actions
+        return self._first.actions(self._wanted(obs, worth_NB, best_N, exploring_N), obs.legal, blueprint_N, FAST)
 
     def remember(self, memory: Worths, step: StoredStep) -> Worths:
         """Add what this step measured and the blueprint that it germinated."""

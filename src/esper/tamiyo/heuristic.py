@@ -38,7 +38,7 @@ from esper.leyline.lifecycle import (
 )
 from esper.leyline.messages import EngineSpec, Observation, SlotState, StoredStep
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.tamiyo.scripted import canonical_actions
+from esper.tamiyo.scripted import FirstWanted
 
 FAST = 0
 GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that fails its gate is pruned
@@ -112,7 +112,7 @@ class Heuristic:
         device, every = spec.device, range(spec.num_slots)
         slots = rules.slots or tuple(every)
         self._rules = rules
-        self._slots = torch.tensor((*slots, *(slot for slot in every if slot not in slots)), device=device)
+        self._first = FirstWanted(_PRIORITY, (*slots, *(slot for slot in every if slot not in slots)), device)
         self._may_grow = torch.tensor([slot in slots for slot in every], device=device)
         self._num_blueprints = spec.num_blueprints
         self._gate_patience = GATE_PATIENCE * spec.min_training_epochs
@@ -121,8 +121,6 @@ class Heuristic:
         self._rotation = torch.tensor(rotation, device=device)
         self._place = torch.arange(len(rotation), device=device)
         self._live = torch.tensor(stages_mask(HAS_MODULE), device=device)
-        self._priority = torch.tensor(_PRIORITY, device=device)
-        self._canonical = canonical_actions(device)
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> HeuristicMemory:
         """No prunes; the rotation starts at its first blueprint."""
@@ -132,14 +130,7 @@ class Heuristic:
 
     def decide(self, obs: Observation, memory: HeuristicMemory) -> Int[Tensor, "N 8"]:
         """One operation per host: the first of `_PRIORITY` that is wanted and legal."""
-        possible_NOS = self._wanted(obs) & obs.legal.index_select(1, self._priority)
-        first_N = possible_NOS.index_select(2, self._slots).flatten(1).to(torch.int8).argmax(dim=1)
-        op_N, slot_N = self._priority[first_N // obs.num_slots], self._slots[first_N % obs.num_slots]
-        actions = self._canonical[op_N]
-        actions[:, Head.SLOT] = slot_N * (op_N != _O.WAIT)
-        actions[:, Head.BLUEPRINT] = self._next_blueprint(memory) * (op_N == _O.GERMINATE)
-        actions[:, Head.TEMPO].masked_fill_(op_N == _O.GERMINATE, self._rules.tempo)
-        return actions
+        return self._first.actions(self._wanted(obs), obs.legal, self._next_blueprint(memory), self._rules.tempo)
 
     def remember(self, memory: HeuristicMemory, step: StoredStep) -> HeuristicMemory:
         """Count prunes that took effect; the rotation continues after the last blueprint grown."""

@@ -312,7 +312,7 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
     Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), in the output layers with a small gain: the
     first policy hardly depends on the state and the first value is nearly zero. Each LSTM gate is orthogonal, and the
     forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity. All other biases are zero, except
-    that of WAIT: a seed must survive a dozen decisions to be fossilized, which a uniform policy hardly ever grants.
+    those of operations (`INITIAL_OP_LOGITS`).
     """
     generator = local_generator(run_seed, Stream.POLICY_INIT)
     for parameter in network.parameters():

@@ -7,14 +7,14 @@
 Shape legend: N = hosts, S = slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.lifecycle import canonical_action as canonical_action
 from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
 from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
@@ -116,3 +116,28 @@ class ScriptedPolicy(Generic[M]):
 def canonical_actions(device: torch.device) -> Int[Tensor, "6 8"]:
     """The canonical action of each operation, one row per operation."""
     return torch.tensor([canonical_action(LifecycleOp(op)) for op in range(NUM_OPS)], device=device)
+
+
+@final
+class FirstWanted:
+    """Gives each host the first operation that is wanted and legal, in the first slot where it is.
+
+    `priority`: operations in their order, the last one WAIT. `slots`: all slots in their order.
+    """
+
+    def __init__(self, priority: Sequence[LifecycleOp], slots: Sequence[int], device: torch.device) -> None:
+        self._priority, self._slots = torch.tensor(priority, device=device), torch.tensor(slots, device=device)
+        self._canonical = canonical_actions(device)
+
+    def actions(
+        self, wanted: Bool[Tensor, "N O S"], legal: Bool[Tensor, "N 6 S"], blueprint: Int[Tensor, " N"], tempo: int
+    ) -> Int[Tensor, "N 8"]:
+        """`wanted` is in the order of `priority`; `blueprint` and `tempo` are those of a seed that germinates."""
+        possible_NOS = wanted & legal.index_select(1, self._priority)
+        first_N = possible_NOS.index_select(2, self._slots).flatten(1).to(torch.int8).argmax(dim=1)
+        op_N, slot_N = self._priority[first_N // len(self._slots)], self._slots[first_N % len(self._slots)]
+        actions, germinates_N = self._canonical[op_N], op_N == LifecycleOp.GERMINATE
+        actions[:, Head.SLOT] = slot_N * (op_N != LifecycleOp.WAIT)
+        actions[:, Head.BLUEPRINT] = blueprint * germinates_N
+        actions[:, Head.TEMPO].masked_fill_(germinates_N, tempo)
+        return actions

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,7 @@ _HOST_FIELDS = {
     "fossilized_seed_params": "fossilized_params", "stable_val_acc": "stable_val_acc",
     "escrow_credit_prev": "escrow_credit", "val_loss": "val_loss", "loss_delta": "loss_delta",
 }  # fmt: skip
-_PLURALS = {
-    "action": "actions", "val_acc": "val_accs", "acc_delta": "acc_deltas", "has_seed": "has_seed_mask",
-    "stage": "stages", "seed_age": "seed_ages", "previous_stage": "previous_stages", "val_loss": "val_losses",
-}  # fmt: skip
-_ALREADY_PLURAL = frozenset(
-    {
-        "epochs_in_stage", "previous_epochs", "epoch", "max_epochs", "num_active", "num_fossilized",
-        "num_contributing", "total_params", "host_params", "effective_seed_params", "fossilized_params",
-    }
-)  # fmt: skip
+_NOT_OF_A_ROW = ("config_weights", "mode", "attribution", "deferred_scales", "deferred_contributions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +126,12 @@ def row_of_case(inputs: Mapping[str, Any]) -> HostRow:
 def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Rows side by side as the arguments of `compute_reward_batched`, without weights and mode."""
     arguments: dict[str, Tensor] = {}
-    for field in fields(HostRow):
-        if field.name in ("compute", "deferred_pools", "potential_prev"):
-            continue
+    names = [name for name in signature(compute_reward_batched).parameters if name not in _NOT_OF_A_ROW]
+    columns = [field for field in fields(HostRow) if field.name not in ("compute", "deferred_pools", "potential_prev")]
+    for name, field in zip(names, columns, strict=True):
         values = [getattr(row, field.name) for row in rows]
         kind = {"int": torch.int64, "bool": torch.bool}.get(getattr(field.type, "__name__", ""), dtype)
-        arguments[_kernel_name(field.name)] = torch.tensor(values, dtype=kind)
+        arguments[name] = torch.tensor(values, dtype=kind)
     width = max((len(row.deferred_pools) for row in rows), default=0)
     padded = [(*row.deferred_pools, *[DeferredPool(scale=0.0)] * (width - len(row.deferred_pools))) for row in rows]
     shape = (len(rows), width)
@@ -149,10 +141,6 @@ def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64
     arguments["deferred_scales"] = torch.tensor(scales, dtype=dtype).reshape(shape)
     arguments["deferred_contributions"] = torch.tensor(contributions, dtype=dtype).reshape(shape)
     return arguments
-
-
-def _kernel_name(name: str) -> str:
-    return name if name in _ALREADY_PLURAL else _PLURALS.get(name, name + "s")
 
 
 def outputs_of(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64) -> RewardOutput:

@@ -26,7 +26,7 @@ class DeferredPool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRow:
-    """One row of the kernel's arguments; same names, in the singular."""
+    """One row of the kernel's arguments in their order; same names, in the singular."""
 
     action: int
     seed_contribution: float = NAN

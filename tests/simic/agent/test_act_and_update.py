@@ -6,13 +6,9 @@ The policies here are far from uniform, so that heads, recurrent state and value
 import pytest
 import torch
 
-from esper.leyline.lifecycle import HEADS, NUM_HEADS, Head, LifecycleOp
-from esper.simic.agent.losses import loss_sums, ppo_losses
-from esper.simic.agent.ppo import evaluate_minibatch, loss_weights
+from esper.leyline.lifecycle import Head
+from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.agent.rollout_buffer import SequenceBatch
-from esper.tamiyo.heads import sample_heads
-from esper.tamiyo.network import OF_SLOT
-from toys import even_logits
 
 HOSTS = [0, 1, 2, 3, 4, 5]
 PANICS = {1: [1], 3: [0, 4], 4: [0, 2], 6: [3]}
@@ -47,12 +43,6 @@ def stored(client) -> SequenceBatch:
     return client.buffer.sequences(torch.arange(client.spec.num_envs))
 
 
-def read_by(actions: torch.Tensor) -> torch.Tensor:
-    """Which heads each op reads, from the rows of the table."""
-    rows = torch.tensor([[op in head.used_by for head in HEADS] for op in LifecycleOp])
-    return rows[actions[..., Head.OP]]
-
-
 def test_an_update_evaluates_what_was_decided_through_resets_rollbacks_and_padding(rolled_out):
     batch = stored(rolled_out)
     padding = (~batch.valid).nonzero().tolist()
@@ -70,36 +60,6 @@ def test_an_update_evaluates_what_was_decided_through_resets_rollbacks_and_paddi
     logits, _ = rolled_out.agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, batch.reset)
     other, _ = rolled_out.agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, forgotten)
     assert (logits[Head.OP] - other[Head.OP])[1, 1:].abs().max() > 1e-3
-
-
-def test_heads_that_no_op_reads_have_a_log_probability_of_exactly_zero_in_both_calls(rolled_out):
-    batch = stored(rolled_out)
-    x, _ = evaluate_minibatch(rolled_out.agent, batch)
-    unread = ~read_by(batch.actions) & batch.valid[..., None]
-    assert unread.any(dim=0).any(dim=0)[: Head.OP].all()
-    for values in (batch.log_probs, x.log_prob, x.entropy):
-        assert (values[unread] == 0).all()
-
-
-def test_a_head_that_no_decision_of_an_update_read_is_not_moved_at_all(rolled_out):
-    batch = stored(rolled_out)
-    batch.legal[:, :, LifecycleOp.PRUNE] = False  # what is left of the toy world reads no speed and no curve
-    even = tuple(even_logits(*batch.valid.shape, num_slots=2))
-    uniforms = torch.rand(*batch.valid.shape, NUM_HEADS, generator=torch.Generator().manual_seed(2))
-    drawn = sample_heads(even, batch.legal, batch.has_gate, rolled_out.agent.selectable, uniforms)
-    batch.actions.copy_(drawn.actions)
-    batch.effective_op.copy_(drawn.actions[..., Head.OP])
-    x, _ = evaluate_minibatch(rolled_out.agent, batch)
-    network = rolled_out.agent.network
-    ppo_losses(
-        loss_sums(x, 0.2, 0.2), loss_weights(rolled_out.agent, rolled_out.config, torch.device("cpu"))
-    ).total.backward()
-    sizes = [HEADS[head].size for head in OF_SLOT]
-    for gradient in (p.grad for p in network.head_values.parameters()):
-        moved = {head for head, rows in zip(OF_SLOT, gradient.split(sizes), strict=True) if rows.any()}
-        assert moved == {Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}
-    for output in (network.head_op, network.head_slot, network.head_blueprint):
-        assert output.weight.grad.any()
 
 
 @pytest.mark.parametrize("order", [[5, 3, 1, 0, 2, 4], [2, 5], [4]])

@@ -27,18 +27,6 @@ def flags(length: int, *true_at: int) -> torch.Tensor:
     return out
 
 
-def gae_of_row(r, v, *, terminal=(), truncated=None, invalid=()):
-    """One host; `truncated` maps the step to its bootstrap value."""
-    truncated = truncated or {}
-    length = len(r)
-    bootstrap = torch.zeros(1, length, dtype=torch.float64)
-    for t, value in truncated.items():
-        bootstrap[0, t] = value
-    valid = ~flags(length, *invalid)
-    cut = flags(length, *truncated)
-    return compute_gae(rows(r), rows(v), bootstrap, flags(length, *terminal), cut, valid, GAMMA, LAMBDA)[0].tolist()
-
-
 def scalar_gae(r, v, b, terminal, truncated, valid, gamma, lam):
     """The recursion as one writes it down, for one host."""
     out, trace, onward = [0.0] * len(r), 0.0, 0.0
@@ -53,21 +41,27 @@ def scalar_gae(r, v, b, terminal, truncated, valid, gamma, lam):
     return out
 
 
-def test_a_row_that_is_cut_off_by_the_time_limit_bootstraps_from_the_stored_value():
-    found = gae_of_row([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], truncated={3: 0.6})
-    assert found == pytest.approx([1.974540, 1.104030, 1.236315, 2.397000], abs=1e-6)
+WORKED = {
+    # rewards, values, terminal steps, truncated steps with their bootstrap values, invalid steps -> advantages
+    "a row that is cut off bootstraps from the stored value": (
+        [1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], (), {3: 0.6}, (), [1.974540, 1.104030, 1.236315, 2.397]),
+    "nothing follows a terminal step": (
+        [1, 2, -10], [0.5, 0.4, 0.3], (2,), {}, (), [-7.044219, -8.145030, -10.3]),
+    "a rollback in the middle separates two segments": (
+        [1, -10, 7, 1, 0, 2], [0.5, 0.4, 9.0, 0.3, 0.2, 0.1], (1,), {5: 0.6}, (2,),
+        [-9.24304, -10.4, 0.0, 3.1752, 2.334325, 2.497]),
+    "a truncation in the middle cuts the trace there": (
+        [1, 0, -1, 2, 1, 0], [0.5, 0.4, 0.3, 0.2, 0.1, 0], (5,), {2: 0.7}, (),
+        [0.225207, -0.689973, -0.6035, 2.77709, 0.9, 0.0]),
+    "what is both terminal and truncated counts as terminal": ([1.0], [0.25], (0,), {0: 5.0}, (), [0.75]),
+}  # fmt: skip
 
 
-def test_nothing_follows_a_terminal_step():
-    found = gae_of_row([1, 2, -10], [0.5, 0.4, 0.3], terminal=(2,))
-    assert found == pytest.approx([-7.044219, -8.145030, -10.3], abs=1e-6)
-
-
-def test_a_rollback_in_the_middle_separates_two_segments():
-    found = gae_of_row(
-        [1, -10, 7, 1, 0, 2], [0.5, 0.4, 9.0, 0.3, 0.2, 0.1], terminal=(1,), truncated={5: 0.6}, invalid=(2,)
-    )
-    assert found == pytest.approx([-9.24304, -10.4, 0.0, 3.1752, 2.334325, 2.497], abs=1e-6)
+@pytest.mark.parametrize(("r", "v", "terminal", "truncated", "invalid", "want"), WORKED.values(), ids=WORKED)
+def test_the_worked_examples_of_advantages(r, v, terminal, truncated, invalid, want):
+    bootstrap = rows([truncated.get(t, 0.0) for t in range(len(r))])
+    ends = flags(len(r), *terminal), flags(len(r), *truncated), ~flags(len(r), *invalid)
+    assert compute_gae(rows(r), rows(v), bootstrap, *ends, GAMMA, LAMBDA)[0].tolist() == pytest.approx(want, abs=1e-6)
 
 
 def test_value_is_carried_across_a_step_that_is_not_valid_and_costs_one_discount_more():
@@ -76,15 +70,6 @@ def test_value_is_carried_across_a_step_that_is_not_valid_and_costs_one_discount
     found = compute_gae(*numbers, flags(4, 3), flags(4), ~flags(4, 2), 0.5, 0.5)[0].tolist()
     # step 1: 0 + 1/2 * 0.3 - 9 + 1/4 * 1/2 * 2.4; step 0: 1 + 1/2 * 9 - 1/2 + 1/4 * (-8.55)
     assert found == pytest.approx([2.8625, -8.55, 0.0, 2.4])
-
-
-def test_a_truncation_in_the_middle_of_a_row_cuts_the_trace_there():
-    found = gae_of_row([1, 0, -1, 2, 1, 0], [0.5, 0.4, 0.3, 0.2, 0.1, 0], truncated={2: 0.7}, terminal=(5,))
-    assert found == pytest.approx([0.225207, -0.689973, -0.6035, 2.77709, 0.9, 0.0], abs=1e-6)
-
-
-def test_a_step_that_is_both_terminal_and_truncated_counts_as_terminal():
-    assert gae_of_row([1.0], [0.25], terminal=(0,), truncated={0: 5.0}) == [0.75]
 
 
 number = st.floats(-100, 100, allow_nan=False, width=64)

@@ -132,21 +132,6 @@ def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
     buffer.add(1, **{name: x[0] for name, x in column(0).items()})
 
 
-def test_a_rollback_ends_the_last_row_with_the_penalty():
-    buffer = new_buffer()
-    for t in range(3):
-        put(buffer, t, truncated=~only(-1), bootstrap_values=torch.ones(N))
-    kept = buffer.rollout.rewards.clone()
-    roll_back(buffer, [(1, 2)])
-    assert buffer.rollout.terminal.nonzero().tolist() == [[1, 2]]
-    assert not buffer.rollout.truncated[1, 2]
-    assert buffer.rollout.bootstrap_values[1, 2] == 0
-    assert buffer.rollout.rewards[1, 2] == -20
-    kept[1, 2] = -20
-    assert torch.equal(buffer.rollout.rewards, kept)
-    assert buffer.rollout.truncated[0, 2]
-
-
 def rolled_back_one_by_one(buffer: TamiyoRolloutBuffer, mask: torch.Tensor, reward: torch.Tensor) -> None:
     """`roll_back` with `ends`, one row after another."""
     stored = buffer.rollout

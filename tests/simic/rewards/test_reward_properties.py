@@ -108,36 +108,6 @@ def test_the_objective_pays_its_value_discounted_once_whatever_was_before(values
     assert discounted(rewards) == pytest.approx(GAMMA ** (len(values) - 1) * worth, abs=1e-10)
 
 
-outcome = st.tuples(st.lists(st.floats(5, 95), min_size=8, max_size=8), st.floats(0, 100), st.integers(0, 50_000))
-
-
-@few
-@given(outcome, outcome)
-def test_episodes_are_ranked_by_their_objective(one, other):
-    returns, values = [], []
-    for measured, committed, fossil in (one, other):
-        rewards, _, worth = objective_episode(measured, committed, 0, fossil)
-        returns.append(discounted(rewards))
-        values.append(worth)
-    if abs(values[0] - values[1]) > 1e-9:
-        assert (returns[0] > returns[1]) == (values[0] > values[1])
-
-
-@few
-@given(st.floats(0.01, 20), st.floats(0.01, 20), st.floats(0, 5))
-def test_more_contribution_within_the_progress_never_earns_less(one, other, slack):
-    low, high = sorted((one, other))
-    earned = [
-        reward_of_row(
-            host_row(action=0, epoch=40, max_epochs=60, val_acc=60, seed_contribution=c, counterfactual_improvement=c,
-                     total_improvement=high + slack, **seed(4, 3, 3, 10, 14)),
-            RewardConfig(mode="shaped"),
-        ).terms["attribution"]
-        for c in (low, high)
-    ]  # fmt: skip
-    assert earned[0] <= earned[1]
-
-
 @few
 @given(st.floats(-3, 3), st.floats(-3, 3))
 def test_a_higher_loss_is_never_paid_better_and_a_regression_never_rewarded(one, other):

@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -27,12 +26,6 @@ def numbered(function: object, n: int = 10) -> Dataset:
     return Dataset(identity={"name": "n"}, train=split, val=split, test=split, augmentation=RandomFunction(function))
 
 
-def batches_of(hosts: list[int], *, t: int = 1, function: object = noisy) -> list[Tensor]:
-    batches = SharedBatchIterator(numbered(function), len(hosts), 4, "train", 7, CPU)
-    batches.begin(t, 2, torch.tensor(hosts))
-    return [x for x, _ in batches]
-
-
 def test_a_batch_is_what_the_function_gives_under_the_number_of_its_host_step_and_first_example():
     batches = SharedBatchIterator(numbered(noisy), 2, 4, "train", 7, CPU)
     batches.begin(3, 2, torch.tensor([5, 9]))
@@ -43,14 +36,6 @@ def test_a_batch_is_what_the_function_gives_under_the_number_of_its_host_step_an
             with seeded_generators(int(block[at % 4])):
                 want = noisy(batches.data.x[batches.order[i, at : at + 4]].clone())
             assert torch.equal(x[i], want)
-
-
-def test_a_host_sees_the_same_alone_and_among_others_in_any_order():
-    together, turned = batches_of([0, 1, 2]), batches_of([2, 0, 1])
-    for host in range(3):
-        for alone, of, other in zip(batches_of([host]), together, turned, strict=True):
-            assert torch.equal(alone[0], of[host])
-            assert torch.equal(alone[0], other[(host + 1) % 3])
 
 
 def test_data_and_global_generators_stay_as_they_were():
@@ -79,14 +64,3 @@ def test_tuples_and_dictionaries_come_and_go_as_they_are_given():
     assert seen == [{"image": ((4, 2, 2), torch.float32), "mask": ((4, 3), torch.bool)}] * 2
     assert torch.equal(found["image"], -x["image"].expand(2, -1, -1, -1))
     assert torch.equal(found["mask"], ~x["mask"].expand(2, -1, -1))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_function_may_leave_examples_as_they_are(rows):
-    assert all(torch.equal(x, y[..., None].expand_as(x).float()) for x, y in _plain(rows))
-
-
-def _plain(rows: int) -> list[tuple[Tensor, Tensor]]:
-    batches = SharedBatchIterator(numbered(lambda x: x), rows, 4, "train", 7, CPU)
-    batches.begin(1, 0, torch.arange(rows))
-    return [(x, y) for x, y in batches]

@@ -1,9 +1,7 @@
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 
-from esper.leyline.errors import DataError
 from esper.tasks.datasets import largest_remainder, stratified_split
 
 
@@ -40,8 +38,3 @@ def test_the_split_is_a_function_of_the_run_seed():
     first, again, other = (stratified_split(labels, (10,), 2, run_seed=seed)[0] for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_a_split_without_a_rest_is_refused():
-    with pytest.raises(DataError, match="4 examples cannot be split into parts of 2, 2"):
-        stratified_split(labels_of(2, 2), (2, 2), 2, run_seed=0)

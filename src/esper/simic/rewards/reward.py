@@ -147,7 +147,7 @@ def reward_step(
         inputs=inputs,
         config=config,
         op=inputs.ops * inputs.success,
-        index=inputs.target[:, None],
+        place=inputs.target[:, None],
         is_target=inputs.target[:, None] == torch.arange(slots.stage.shape[1], device=inputs.target.device),
         sets=sets,
         measured=slots.contribution.to(torch.float64).masked_fill(old_NS, torch.nan),
@@ -185,14 +185,14 @@ class _Step(NamedTuple):
     inputs: RewardInputs
     config: RewardConfig
     op: Int[Tensor, " N"]
-    index: Int[Tensor, "N 1"]
+    place: Int[Tensor, "N 1"]
     is_target: Bool[Tensor, "N S"]
     sets: SlotSets
     measured: Float[Tensor, "N S"]
 
     def target(self, values_NS: Tensor) -> Tensor:
         """[N]: the value of the target slot."""
-        return values_NS.gather(1, self.index).squeeze(1)
+        return values_NS.gather(1, self.place).squeeze(1)
 
 
 def _arguments(x: _Step, state: RewardState) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _hindsight(x: _Step, state: RewardState) -> tuple[Float[Tensor, " N"], Float
     helped_NS = torch.clamp(torch.nan_to_num(x.inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
     helped_NS = helped_NS * live_NS
     known_NSE = state.ledger[..., :epoch]
-    row_NE = known_NSE.gather(1, x.index[..., None].expand(-1, -1, epoch)).squeeze(1)
+    row_NE = known_NSE.gather(1, x.place[..., None].expand(-1, -1, epoch)).squeeze(1)
     row_NE[:, -1] = x.target(helped_NS)
     gain_N = torch.nan_to_num(x.target(x.measured), nan=0.0)
     ages_E = torch.arange(epoch - 1, -1, -1, device=x.op.device, dtype=torch.float64)

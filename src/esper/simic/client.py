@@ -9,7 +9,7 @@ numbers are drawn before, so one compiled graph serves a run.
 Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -173,8 +173,36 @@ def policy_bytes(num_slots: int, config: PPOConfig) -> int:
     return 16 * sum(weight.nbytes for weight in network.parameters())
 
 
+class _WithReward:
+    """The reward of a client: every call goes to `reward`."""
+
+    def __init__(self, reward: RewardProtocol[Any]) -> None:
+        self.reward = reward
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the columns of a breakdown."""
+        return self.reward.terms
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
+        """The state of the reward at the start of an episode."""
+        return self.reward.initial_state(n, slots, steps, device)
+
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
+        """Reward one step."""
+        return self.reward.step(inputs, state)
+
+    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
+        """[N]: reward of the last row of a host that is rolled back now."""
+        return self.reward.rollback_reward(state)
+
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
+        """The state of the reward for hosts that are rolled back."""
+        return self.reward.reset_hosts(state, mask)
+
+
 @final
-class SimicClient:
+class SimicClient(_WithReward):
     """Policy and reward behind `ClientProtocol`; owns the network, its optimizer, the buffer and the statistics.
 
     `network` is that of `policy_network` for `spec` and the configuration, initialized. `read` brings the metrics of an
@@ -196,8 +224,7 @@ class SimicClient:
         policy_form: Callable[[PolicyStep], PolicyFunction] = lambda step: step,
         ranks: Ranks | None = None,
     ) -> None:
-        self.reward, self.terms, self.initial_state = reward, reward.terms, reward.initial_state
-        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+        super().__init__(reward)
         self.spec, self.config = spec, ppo_config
         self.ranks = ranks or Ranks(spec.num_envs)
         self.device = torch.device(device)
@@ -346,7 +373,7 @@ class SimicClient:
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
-        output, state = self.reward.step(inputs, state)
+        output, state = super().step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
             self._others_N = output.total - self._terminal_N
@@ -455,17 +482,48 @@ def _terminal_column(reward: RewardProtocol[Any]) -> int:
 
 
 @final
-class ScriptedClient:
+class ScriptedClient(_WithReward):
     """Any policy and any reward behind `ClientProtocol`; every method is that of one of the two."""
 
     def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
-        self.policy, self.reward = policy, reward
-        self.initial_hidden, self.begin_rollout = policy.initial_hidden, policy.begin_rollout
-        self.act, self.store, self.bootstrap = policy.act, policy.store, policy.bootstrap
-        self.rollback, self.update = policy.rollback, policy.update
-        self.state_dict, self.load_state_dict = policy.state_dict, policy.load_state_dict
-        self.terms, self.initial_state, self.step = reward.terms, reward.initial_state, reward.step
-        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+        super().__init__(reward)
+        self.policy = policy
+
+    def initial_hidden(self, n: int) -> Hidden:
+        """Zeros, each [L, n, H]."""
+        return self.policy.initial_hidden(n)
+
+    def begin_rollout(self, episode: int, hosts: Tensor) -> None:
+        """Start an episode."""
+        self.policy.begin_rollout(episode, hosts)
+
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        """Choose the actions of a step."""
+        return self.policy.act(obs, deterministic=deterministic)
+
+    def store(self, step: StoredStep) -> None:
+        """Store one step."""
+        self.policy.store(step)
+
+    def bootstrap(self, obs: Observation) -> Tensor:
+        """Value [N] of the state after the last step."""
+        return self.policy.bootstrap(obs)
+
+    def rollback(self, mask: Tensor, reward: Tensor) -> None:
+        """The policy's answer to a rollback."""
+        self.policy.rollback(mask, reward)
 
     def finish(self, kept: KeptNetwork) -> None:
         """Nothing: a script has no rollout to correct."""
+
+    def update(self) -> Mapping[str, float]:
+        """The policy's metrics."""
+        return self.policy.update()
+
+    def state_dict(self) -> StateTree:
+        """The policy's state."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.policy.load_state_dict(state)

@@ -185,7 +185,7 @@ class TamiyoNetwork(nn.Module):
         num_layers: recurrent layers.
 
     Raises:
-        ConfigError: the recurrent width is no multiple of 8.
+        ConfigError: the recurrent width is not a multiple of 8.
     """
 
     def __init__(self, menu: Menu, *, feature_width: int = 128, hidden_width: int = 128, num_layers: int = 1) -> None:

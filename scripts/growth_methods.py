@@ -16,7 +16,8 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
-from esper.runs.growth import RATES, Budget, Candidate, Growth, Method, Stage
+from esper.runs.growth import RATES, Budget, Growth, Method, Stage
+from esper.runs.leaderboard import Candidate
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import TaskSpec, register_task, task_by_name
 

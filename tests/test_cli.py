@@ -143,10 +143,6 @@ def test_the_comparison_can_be_piped_as_json(folder, capfd):
 
 NULL = "train --task null "
 REFUSED = [
-    ("train --task digit", "did you mean 'digits'?"),
-    ("train --reward shapd", "did you mean 'shaped'?"),
-    (NULL + "--set ppo.lx=3", "unknown key ppo.lx; did you mean 'lr'?"),
-    (NULL + "--set lr=3", "did you mean ppo.lr?"),
     (NULL + "--set nonsense", "is not an assignment; write --set NAME=VALUE"),
     (NULL + "--set ppo.lr=1 ppo.lr.x=3", "lr is a value, not a table"),
     (NULL + "--set rounds=5 --rounds 1", "rounds is given as 1 and as 5; leave one of them out"),
@@ -154,12 +150,9 @@ REFUSED = [
     (NULL + "--rounds ten", "found 'ten' where a whole number, as in --rounds 12, is expected"),
     ("grow digits --minutes 1,5", "found '1,5' where a number, as in --minutes 2.5, is expected"),
     ("evaluate random --num-envs 1.5", "'1.5'"),
-    (NULL + "--set ppo.lr=nan", "ppo.lr is nan; it must be a finite number"),
     ("train --task none.py:", "unknown task 'none.py:'; a task in a file is named FILE.py:NAME"),
-    (NULL + "--num-envs 0", "num_envs is 0"),
     (NULL + "--device cuda:99", "use device 'cpu' or 'auto'"),
     (NULL + "--config ten.toml", 'rounds is "ten"; it must be a whole number'),
-    (NULL + "--config unknown.toml", "unknown key ppo.learning_rat"),
     (NULL + "--out folder", "exists already"),
     (NULL + "--out ten.toml", "exists already"),
     (NULL + "--out ten.toml/run", "cannot be created (Not a directory)"),
@@ -172,13 +165,10 @@ REFUSED = [
     ("train --resume ten.toml", "it is not a folder"),
     ("evaluate", "no controller given; name a run directory"),
     ("evaluate nowhere", "neither a run directory nor a baseline"),
-    ("evaluate heuristc", "did you mean 'heuristic'?"),
     ("evaluate folder", "it has no config.toml"),
     ("evaluate random --task null --out ten.toml", "cannot be used"),
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
-    ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
-    ("tasks --plugins no_such_module", "there is no plugin module"),
     ("tasks digit", "did you mean 'digits'?"),
 ]
 
@@ -189,7 +179,6 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crowded")
     (folder / "folder").mkdir()
     (folder / "ten.toml").write_text('rounds = "ten"\n')
-    (folder / "unknown.toml").write_text("[ppo]\nlearning_rat = 1\n")
     (folder / "data").mkdir()
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / "data" / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03abc")
@@ -320,12 +309,14 @@ def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(folder, s
     assert summary(run) == summary(folder / "whole")
 
 
-def test_help_needs_no_learning_library():
+def test_help_needs_no_learning_library_and_other_commands_no_compiler():
     script = "import sys; from esper.cli import main\n"
-    script += "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    script += "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)\n"
+    script += "main(['tasks']); print('torch._dynamo' in sys.modules)"
     command = [sys.executable, "-c", script]
     process = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
-    assert process.stdout.endswith("False\n")
+    assert "\nFalse\ntask " in process.stdout
+    assert process.stdout.endswith("\nFalse\n")
     for option in ("--config", "--task", "--preset", "--rounds", "--num-envs", "--episode-length", "--seed", "--reward",
                    "--device", "--out", "--resume", "--plugins", "--set"):  # fmt: skip
         assert option in process.stdout
@@ -365,14 +356,7 @@ def test_a_terminal_shows_the_run_as_a_table(folder):
     os.close(ours)
     assert process.wait(timeout=PATIENCE) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    for word in (
-        "seeds       ",
-        "operations  wait",
-        "env-steps/s",
-        "2 rounds done",
-        "eta 0:00",
-        "done: 100·J",
-    ):
+    for word in ("seeds       ", "operations  wait", "env-steps/s", "2 rounds done", "eta 0:00", "done: 100·J"):
         assert word in text
 
 
@@ -383,15 +367,6 @@ def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkey
     monkeypatch.setattr("esper.runs.training.runner.compiler", lambda: None)
     assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
     assert why_chosen("fused", gpu) == ""  # there it is not the size that decides
-
-
-def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder, capfd):
-    assert main(["train", "--num-envs", "1000000", "--out", "run"]) == 2
-    out, err = capfd.readouterr()
-    assert "memory: about" not in out
-    assert "num_envs is 1000000, which needs about" in err
-    assert "fit: set num_envs to" in " ".join(err.split())
-    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(
@@ -407,16 +382,18 @@ def test_memory_of_a_policy_and_its_rollout_is_predicted_for_scripted_hosts_too(
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
+        (["train", "--out", "run", "--num-envs"], "num_envs"),
         (["evaluate", "wait_only", "--num-envs"], "num_envs"),
         (["grow", "digits", "--method", "heuristic", "--best-of"], "best_of"),
     ],
 )
-def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(folder, capfd, command, setting):
+def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder, capfd, command, setting):
     assert main([*command, "1000000"]) == 2
     out, err = capfd.readouterr()
     assert "memory: about" not in out + err
     assert f"{setting} is 1000000, which needs about" in err
     assert f"fit: set {setting} to" in " ".join(err.split())
+    assert list(folder.iterdir()) == []
 
 
 def test_an_interrupted_import_of_a_compiled_module_is_a_stop_and_others_are_errors(monkeypatch, capsys):

@@ -12,7 +12,6 @@ TASK = r"an esper.Task\(model=..., slots=..., train=...\), a specification of a 
 WRONG = [
     (lambda: own_task(batch=2.5), "esper.Task: batch is 2.5; it must be a whole number."),
     (lambda: own_task(batch=True), "esper.Task: batch is True; it must be a whole number."),
-    (lambda: own_task(seed="a"), "esper.Task: seed is 'a'; it must be a whole number."),
     (lambda: own_task(lr=torch.tensor(0.1)), r"esper.Task: lr is a Tensor; it must be float \| None."),
     (
         lambda: own_task(loss="mse"),

@@ -24,20 +24,8 @@ def test_the_import_takes_no_time_and_no_torch():
 
 
 def test_every_name_is_there_and_others_are_not():
-    names = {
-        "Budget",
-        "ConfigError",
-        "EsperError",
-        "Task",
-        "train",
-        "train_policy",
-        "evaluate",
-        "grow",
-        "load",
-        "tasks",
-        "blueprints",
-        "__version__",
-    }
+    names = {"Budget", "ConfigError", "EsperError", "Task", "train", "train_policy", "evaluate", "grow", "load"}
+    names |= {"tasks", "blueprints", "__version__"}
     names |= {"register_blueprint", "register_policy", "register_reward", "register_task"}
     assert set(esper.__all__) == names
     assert dir(esper) == sorted(names)

@@ -15,7 +15,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randint(-100, 100, (64, 6), generator=GENERATOR).float()  # the same in every dtype
 Y = torch.randint(0, 3, (64,), generator=GENERATOR)
 VAL = torch.randint(-100, 100, (20, 6), generator=GENERATOR).float(), torch.arange(20) % 3
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 class Net(nn.Module):
@@ -29,11 +29,14 @@ class Net(nn.Module):
         return self.out(torch.relu(self.two(torch.relu(self.norm(self.one(x.float() / 100))))))
 
 
+def task(**given: Any) -> esper.Task:
+    data = {"train": (X, Y), "val": VAL, "test": VAL, "batch": 16, "episode_length": 3, "lr": 1e-2}
+    return esper.Task(Net, ["one", "two"], **(data | given))
+
+
 def result(method: str = "plain", executor: str = "auto", **given: Any) -> tuple[float | None, float | None]:
     """Points on the validation and the test split of the network that is grown."""
-    data = {"train": (X, Y), "val": VAL, "test": VAL, "batch": 16, "episode_length": 3, "lr": 1e-2}
-    task = esper.Task(Net, ["one", "two"], **(data | given))
-    grown = esper.grow(task, method, budget=esper.Budget(flops=8e5), executor=executor, progress=False)
+    grown = esper.grow(task(**given), method, budget=esper.Budget(flops=8e5), executor=executor, progress=False)
     return grown.points, grown.test_points
 
 
@@ -54,7 +57,6 @@ AS_THEY_ARE = {
         "val": (VAL[0], VAL[1][:, None]),
         "test": (VAL[0], VAL[1][:, None]),
     },
-    "the usual loss of torch": {"loss": nn.CrossEntropyLoss()},
     "int8": of(lambda x: x.to(torch.int8)),
     "int64": of(lambda x: x.long()),
     "float64": of(lambda x: x.double()),
@@ -73,29 +75,27 @@ AS_THEY_ARE = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected() -> tuple[float | None, float | None]:
-    return result(executor="native")
-
-
 @pytest.mark.parametrize("given", AS_THEY_ARE.values(), ids=AS_THEY_ARE.keys())
-def test_numbers_are_the_same_in_every_form(given, expected):
-    assert result(executor="native", **given) == expected
+def test_numbers_are_the_same_in_every_form(given):
+    found, expected = (one.spec.load(None, 0) for one in (task(**given), task()))
+    for name in ("train", "val", "test"):
+        own, other = found.split(name), expected.split(name)
+        assert torch.equal(own.x.float(), other.x)  # whole numbers stay whole
+        assert torch.equal(own.y, other.y)
+        assert not own.x.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (
-            lambda: nn.Sequential(nn.Linear(6, 8).double(), nn.Linear(8, 3)),
-            r"weights of torch\.float64: give model",
-        ),
-        (lambda: nn.Linear(6, 3).half(), r"floats are given as torch\.float32, but it has weights of torch\.float16"),
-    ],
-)
-def test_weights_of_other_floats_are_refused_with_the_way_out(make, said):
+def test_whole_numbers_are_trained_on_as_floats_are():
+    assert result(executor="native", **of(lambda x: x.long())) == result(executor="native")
+
+
+def test_weights_of_other_floats_are_refused_with_the_way_out():
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8).double(), nn.Linear(8, 3))
+
+    said = r"floats are given as torch\.float32, but it has weights of torch\.float64: give model"
     with pytest.raises(EsperError, match=said):
-        esper.Task(make, train=(X, Y), val=VAL, test=VAL, batch=16)
+        esper.Task(model, train=(X, Y), val=VAL, test=VAL)
 
 
 def test_keys_of_inputs_are_names():
@@ -112,15 +112,12 @@ def nan_once_trained(outputs: Tensor, y: Tensor) -> Tensor:
 WORKS = {
     "a loss that becomes NaN": {"loss": nan_once_trained, "blind_loss": 1.1},
     "one class in training": {"train": (X, torch.zeros(64, dtype=torch.int64))},
-    "constant inputs": of(torch.ones_like),
     "inputs of zeros": of(torch.zeros_like),
     "one example to validate and test": {"val": (X[:1], Y[:1]), "test": (X[:1], Y[:1])},
     "a batch larger than the data": {"batch": 1000},
     "huge inputs": {"train": (1e30 * X, Y)},
     "a huge learning rate": {"lr": 1e6},
     "one step": {"episode_length": 1},
-    "a batch of a million": {"batch": 10**6},
-    "two steps": {"episode_length": 2},
     "two steps and halving": {"episode_length": 2, "method": "halving"},
 }
 
@@ -185,7 +182,6 @@ REFUSED = {
         {"augmentation": lambda x: x / 0},
         "what augmentation= gives of train.x.0. is",
     ),
-    "labels above int64": ({"train": (X, Y.numpy().astype(np.uint64) + np.uint64(2**63))}, r"2\*\*63 or more"),
     "one target": ({"train": (X, torch.ones(64, 3) * 2)}, "the variance of the training targets is 0.0, expected"),
     "huge targets": ({"train": (X, X[:, :3] * 1e30)}, "the variance of the training targets is .*; give .*scale them"),
     "a huge loss": (
@@ -194,44 +190,14 @@ REFUSED = {
     ),
     "lists of arrays": ({"train": (list(X), list(Y))}, "join one array per example with np.stack or torch.stack"),
     "long doubles": ({"train": (X.numpy().astype(np.longdouble), Y)}, r"ndarray of float128, .*\.astype\(np.float32\)"),
-    "complex arrays": ({"train": (X.numpy() + 1j, Y)}, r"convert it with np.stack\(\(z.real, z.imag\)"),
-    "label below 0": ({"train": (X, Y - 1)}, r"train.y\[\d+\] is -1, expected 0..2; correct it"),
-    "label above the classes": ({"train": (X, Y + 1)}, r"train.y\[\d+\] is 3, expected 0..2"),
-    "huge label": ({"train": (X, Y + 10**12)}, r"is 100000000000\d, expected 0..2"),
-    "labels of floats": ({"train": (X, Y.float())}, "targets .* do not fit the outputs .*; give classes"),
-    "labels that are NaN": ({"train": (X, Y * NAN)}, "train.y.0. is NaN or infinite .*; remove or replace such values"),
     "validation labels above": ({"val": (VAL[0], VAL[1] + 5)}, r"val.y\[0\] is 5, expected 0..2"),
-    "inputs that are NaN": ({"train": (X * NAN, Y)}, "train.x.0. is NaN or infinite"),
-    "infinite inputs": ({"train": (X + INF, Y)}, "train.x.0. is NaN or infinite"),
-    "validation inputs that are NaN": ({"val": (VAL[0] * NAN, VAL[1])}, "val.x.0. is NaN or infinite"),
+    "complex arrays": ({"train": (X.numpy() + 1j, Y)}, r"convert it with np.stack\(\(z.real, z.imag\)"),
     "masked values": ({"train": (np.ma.masked_greater(X.numpy(), 0), Y)}, "masked values.*; fill them"),
-    "complex": ({"train": (X + 1j, Y)}, "use .*torch.view_as_real"),
     "objects": ({"train": (X.numpy().astype(object), Y)}, "ndarray of object, expected"),
-    "labels in words": ({"train": (X, np.array(["cat"] * 64))}, "np.unique"),
     "ragged": ({"train": ([[1], [1, 2]], [0, 1])}, "make its rows equally long"),
-    "no examples": ({"train": (X[:0], Y[:0])}, "train is empty, expected examples"),
     "nothing to validate": ({"val": (X[:0], Y[:0])}, "val is empty, expected examples; leave it out"),
-    "fewer labels": ({"train": (X, Y[:63])}, "x has 64 examples but y has 63; they must be equally many"),
-    "a number": ({"train": (torch.tensor(1.0), torch.tensor(1))}, "expected examples along the first axis"),
     "None": ({"train": (None, Y)}, "NoneType, expected a tensor, an array or a number"),
-    "fewer features": ({"train": (X[:, :5], Y)}, "Net cannot process inputs"),
-    "validation of another shape": ({"val": (VAL[0][:, :5], VAL[1])}, "val.x has examples .*; make them equal"),
-    "one example": ({"train": (X[:1], Y[:1])}, "a batch of one example, and normalization .* needs two: give .* more"),
-    "a batch of one": ({"batch": 1}, "a batch of one example, and normalization .* needs two: give a larger batch"),
-    "a batch of none": ({"batch": 0}, "batch is 0; it must be at least 1"),
     "no step": ({"episode_length": 0}, "episode_length is 0"),
-    "a loss that is NaN": (
-        {"loss": lambda outputs, y: outputs[:, 0] * NAN},
-        "the blind loss is nan; it must be finite",
-    ),
-    "a loss of the batch": (
-        {"loss": nn.functional.cross_entropy},
-        r"expected one number per example, .*reduction='none'",
-    ),
-    "a loss without gradient": (
-        {"loss": lambda outputs, y: outputs.detach()[:, 0] ** 2},
-        "has no gradient; compute it from the outputs without detach",
-    ),
     "a learning rate of NaN": ({"lr": NAN}, "lr is nan"),
 }
 
@@ -239,4 +205,4 @@ REFUSED = {
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_has_no_meaning_is_refused_in_a_sentence(given, message):
     with pytest.raises(EsperError, match=message):
-        result(**given)
+        task(**given)

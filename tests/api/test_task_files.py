@@ -86,10 +86,8 @@ def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
     assert esper.load("run", trust=True).evaluate("wait_only", num_envs=1, progress=False).rows
 
 
-def test_a_run_of_a_registered_task_grows_it_by_its_settings(tmp_path, capfd):
-    run = tmp_path / "run"
-    assert small_runs.train(run, "streamed", 1) == 0
-    capfd.readouterr()
+def test_a_run_of_a_registered_task_grows_it_by_its_settings(shared_run, capfd):
+    run = shared_run("tiny", 3)
     assert main(["grow", "tiny", "--method", str(run), "--seed", "3"]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"esper: grow tiny by {run}, 1 network x 6 steps, seed 3\n")

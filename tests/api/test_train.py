@@ -85,11 +85,8 @@ def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_pa
 @pytest.mark.parametrize(
     ("task", "settings", "error", "said"),
     [
-        (None, {"thraeds": 2}, ConfigError, "unknown key thraeds; did you mean 'threads'"),
         (None, {"ppo.lrr": 1e-3}, ConfigError, "unknown key ppo.lrr; did you mean 'lr'"),
-        (None, {"num_envs": 0}, ConfigError, "num_envs is 0; it must be at least 1"),
         (None, {"reward": "objektive"}, ConfigError, "did you mean 'objective'"),
-        (None, {"preset": "big"}, ConfigError, "unknown preset 'big'"),
         ("digit", {}, RegistryError, "unknown task 'digit'; did you mean 'digits'"),
         ("nowhere.py:task", {}, ConfigError, "there is no plugin"),
     ],

@@ -47,19 +47,8 @@ def test_the_printed_address_opens_the_page_and_an_interrupt_ends_it(
     tmp_path: Path, host: str, root: str, needs_token: bool
 ):
     run = write_run(tmp_path / "a run")
-    command = [
-        sys.executable,
-        "-m",
-        "esper",
-        "serve",
-        str(run),
-        "--port",
-        "0",
-        "--host",
-        host,
-        "--root-path",
-        f"{root}/",
-    ]
+    options = ["--port", "0", "--host", host, "--root-path", f"{root}/"]
+    command = [sys.executable, "-m", "esper", "serve", str(run), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()

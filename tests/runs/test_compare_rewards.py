@@ -69,19 +69,13 @@ def test_each_reward_has_a_row_on_the_same_hosts_and_the_difference_is_paired_ov
     assert "One run of each says nothing about other training seeds" in found["verdict"]
 
 
-def test_parameters_and_growth_are_those_of_the_kept_network(runs):
-    for row in compared(runs("objective-0"), runs("shaped-0")).rows:
-        np.testing.assert_allclose(row.hosts["params"], np.multiply(row.hosts["growth"], 10_000))  # of a scripted host
-    assert row.name == "wait_only"
-    assert row.params == 10_000.0
-
-
 def test_rewards_that_price_growth_differently_are_compared_by_the_j_of_each(runs):
     found = compared(runs("objective-0"), runs("pricy-0"), hosts=64)
     first, pricy, _ = found.rows
     names = ["objective, objective_growth_weight 0.03", "objective, objective_growth_weight 0.3"]
     assert [first.name, pricy.name] == names
     for row in (first, pricy):
+        np.testing.assert_allclose(row.hosts["params"], np.multiply(row.hosts["growth"], 10_000))  # of a scripted host
         figures = found.figures(row)
         for name, weight in zip(names, (3.0, 30.0), strict=True):  # 100 J = val - 100 weight ln(growth)
             expected = np.subtract(row.hosts["committed"], weight * np.log(row.hosts["growth"]))

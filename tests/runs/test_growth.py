@@ -22,10 +22,7 @@ from esper.runs.assembly.presets import resolve
 from esper.runs.growth import (
     RATES,
     Budget,
-    Candidate,
-    Entry,
     Growth,
-    Leaderboard,
     Stage,
     climbing_stages,
     halving_stages,
@@ -34,6 +31,7 @@ from esper.runs.growth import (
     side_by_side,
     stage_ends,
 )
+from esper.runs.leaderboard import Candidate, Entry, Leaderboard
 from esper.runs.state_file import read_state, write_state
 
 CPU = torch.device("cpu")
@@ -205,22 +203,19 @@ def test_one_step_more_than_the_longest_growth_would_cost_too_much(sizes, budget
     assert cost(steps + 1) > budget or steps == MAX_EPISODE_LENGTH
 
 
-def test_a_growth_uses_its_budget_and_ends_with_one_network(grow, step_flops):
-    flops = 40 * step_flops
-    growth = finished(grow("halving", flops=flops))
-    assert 0.8 * flops < growth.spent <= flops
-    assert growth.spent == pytest.approx(sum(entry.spent for entry in growth.entries))
-    assert len(growth.rows) == 1
-    assert growth.entries[growth.rows[0]].spent > 0.5 * growth.spent
-
-
 @pytest.mark.parametrize("method", ["plain", "portfolio", "halving", "hill_climbing", "auto"])
 @pytest.mark.parametrize("runs", [0.7, 4.3])
 def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, step_flops, method, runs):
     params = 400
     flops = runs * 12 * step_flops
-    growth = finished(grow(method, flops=flops, params=params))
+    growth = grow(method, flops=flops, params=params)
+    assert Candidate() in [made.candidate for made in growth.entries]  # the network alone is always among them
+    finished(growth)
     assert growth.spent <= flops
+    assert growth.spent == pytest.approx(sum(made.spent for made in growth.entries))
+    if (method, runs) == ("halving", 4.3):
+        assert growth.spent > 0.8 * flops
+        assert [growth.entries[row].spent > 0.5 * growth.spent for row in growth.rows] == [True]
     network, entry, _ = growth.result()
     assert network.description.host_params + network.description.grown_params <= params
     assert max(made.params for made in growth.entries) <= params
@@ -268,7 +263,7 @@ def test_candidates_at_the_same_time_cost_minutes_once_and_flops_each(grow):
     assert (growth.spent, growth.lasted) == (4 * step, 2 * step)
 
 
-def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow):
+def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow, monkeypatch):
     stages = (Stage(0.1, 9), Stage(0.2, 1, 3), Stage(0.3, 2), Stage(1.0, 1))
     assert side_by_side(stages, 1) == stages
     assert [stage.kept for stage in side_by_side(stages, 3)] == [9, 1, 3, 3]
@@ -277,8 +272,6 @@ def test_under_minutes_as_many_go_on_as_run_in_the_time_of_one(grow):
     assert growth._at_once == 1.0  # one host after the other here
     assert growth.stages[-1].kept == 1
 
-
-def test_what_runs_side_by_side_is_kept_to_the_end_by_minutes_and_not_by_flops(grow, monkeypatch):
     def try_time(self: Growth, *given: object) -> None:
         self._at_once = 3.0
 
@@ -349,21 +342,6 @@ def test_a_trial_of_the_time_measures_as_few_examples_as_its_price_says(grow, mo
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def test_the_network_alone_is_among_the_candidates_of_every_method(grow):
-    for method in esper.runs.growth.METHODS:
-        assert Candidate() in [entry.candidate for entry in grow(method).entries]
-
-
-def test_a_candidate_among_others_is_bitwise_the_candidate_alone(grow):
-    many = finished(grow("portfolio", steps=4, flops=1e12))
-    alone = grow("portfolio", steps=4, flops=1e12)
-    alone.begin([Candidate()])
-    assert many.entries[0].candidate == Candidate()
-    assert finished(alone).entries[0].val == many.entries[0].val
-    assert alone.entries[0].loss == many.entries[0].loss
-    assert len(many.entries) > 1
-
-
 def test_who_goes_on_is_bitwise_what_it_would_be_without_the_others(grow):
     both = [Candidate(), Candidate(Architecture((PlacedSeed("one", "norm", "ADD"),)))]
 
@@ -424,7 +402,7 @@ def test_a_copy_begins_as_its_parent_was_and_has_one_seed_more(grow, step_flops)
 
 
 def test_the_result_is_the_best_candidate_of_the_last_step_with_its_test_figure(grow):
-    growth = finished(grow("portfolio", steps=6, flops=1e12))
+    growth = finished(grow("portfolio", steps=2, flops=1e12))
     best = max(entry.val[-1] for entry in growth.entries)
     network, entry, _ = growth.result()
     assert growth.entries[entry].val[-1] == best == pytest.approx(network.description.val)
@@ -499,7 +477,7 @@ def test_a_warm_up_is_as_large_a_share_of_each_stage_as_of_the_episode(grow, ste
 # -- a stop and its continuation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "stop"), [("halving", 1), ("halving", 5), ("hill_climbing", 4)])
+@pytest.mark.parametrize(("method", "stop"), [("halving", 5), ("hill_climbing", 4)])
 def test_a_growth_that_was_stopped_continues_bitwise(grow, tmp_path: Path, method, stop):
     undisturbed = finished(grow(method))
     growth = grow(method)
@@ -581,11 +559,15 @@ def entry(val: float, params: int, name: str = "norm") -> Entry:
     return made
 
 
+def board_of(*entries: Entry, chosen: int = 0, guessing: float | None = None) -> Leaderboard:
+    return Leaderboard(
+        entries=entries, chosen=chosen, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0,
+        guessing=guessing,
+    )  # fmt: skip
+
+
 def test_the_pareto_set_has_what_no_smaller_network_beats():
-    entries = tuple(entry(*of) for of in ((90.0, 300), (88.0, 100), (87.0, 200), (85.0, 50), (85.0, 60)))
-    board = Leaderboard(
-        entries=entries, chosen=0, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
-    )
+    board = board_of(*(entry(*of) for of in ((90.0, 300), (88.0, 100), (87.0, 200), (85.0, 50), (85.0, 60))))
     assert board.pareto == (0, 1, 3)
     first, *_ = [line for line in str(board).splitlines() if "norm" in line]
     assert first.split()[:6] == ["norm", "in", "one", "1", "90.00", "89.00"]
@@ -595,9 +577,7 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
 def test_what_is_kept_has_one_figure_in_the_whole_table():
     entries = tuple(entry(*of) for of in ((81.0, 100), (82.0, 300), (80.0, 90)))
     entries[0].val, entries[0].loss = [83.0, 81.0], [1.0, 1.0]  # the first step is kept
-    board = Leaderboard(
-        entries=entries, chosen=0, steps=1, test=84.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
-    )
+    board = board_of(*entries)
     assert [board.points(i) for i in range(3)] == [83.0, 82.0, 80.0]
     assert board.pareto == (0, 2)
     assert "\nKept is step 1 of 2, where the last one has 81.00.\n" in str(board)
@@ -607,18 +587,13 @@ def test_what_is_kept_has_one_figure_in_the_whole_table():
 
 @pytest.mark.parametrize(("guessing", "said"), [(90.0, True), (89.9, False), (None, False)])
 def test_candidates_that_only_guess_are_noticed(guessing, said):
-    board = Leaderboard(
-        entries=(entry(90.0, 10),), chosen=0, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0,
-        budget=30.0, guessing=guessing,
-    )  # fmt: skip
-    assert ("No candidate is better than one answer for all examples, which has 90.00: allow" in str(board)) is said
+    board = str(board_of(entry(90.0, 10), guessing=guessing))
+    assert ("No candidate is better than one answer for all examples, which has 90.00: allow" in board) is said
 
 
 def test_a_long_leaderboard_shows_the_best_the_kept_and_those_of_the_pareto_set():
     entries = tuple(entry(90.0 - i, 300 if i < 19 else 100, f"norm{i}") for i in range(20))
-    board = Leaderboard(
-        entries=entries, chosen=15, steps=1, test=89.0, unit="accuracy", spent=25.0, seconds=61.0, budget=30.0
-    )
+    board = board_of(*entries, chosen=15)
     shown = [line.split()[0] for line in str(board).splitlines() if line.startswith("norm")]
     assert shown == [f"norm{i}" for i in (*range(12), 15, 19)]
     assert "\n6 more candidates.\n" in str(board)

@@ -20,6 +20,7 @@ from esper.tasks.registry import registered, task_by_name
 from small_runs import contents, main
 
 CPU = torch.device("cpu")
+State = dict[str, torch.Tensor]
 PPO = {"feature_width": 8, "hidden_width": 16, "num_layers": 2, "num_minibatches": 1, "update_epochs": 1}
 
 
@@ -104,57 +105,42 @@ def test_another_file_under_the_same_name_is_another_controller(policy: Path, tm
     assert baseline(str(policy), config).identity != baseline(str(tmp_path / policy.name), config).identity
 
 
-def _missing(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    path.unlink(missing_ok=True)
-
-
-def _text(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    path.write_text("no tensors")
-
-
-def _edited(path: Path, learned: dict[str, torch.Tensor]) -> None:
+def _edited(path: Path, learned: State) -> None:
     write_learned(path, learned, {})
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def _another_format(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    write_state(path, {"format": "esper learned policy 0"}, learned)
+DAMAGES: list[tuple[Callable[[Path, State], object], str]] = [
+    (lambda path, learned: None, "there is no policy file "),
+    (lambda path, learned: path.write_text("no tensors"), "mine.safetensors cannot be read: "),
+    (_edited, "mine.safetensors does not match its checksum"),
+    (
+        lambda path, learned: write_state(path, {"format": "esper learned policy 0"}, learned),
+        "is not a learned policy of this version (its format is 'esper learned policy 0', expected",
+    ),
+    (
+        lambda path, learned: write_state(path, {"format": LEARNED_FORMAT}, {"weight": torch.zeros(3)}),
+        "mine.safetensors has no policy among ['weight']",
+    ),
+    (
+        lambda path, learned: write_learned(path, learned | {"network.host_net.weight": torch.zeros(8, 7)}, {}),
+        "'network.host_net.weight' is (8, 7) torch.float32, expected (8, 25)",
+    ),
+    (
+        lambda path, learned: write_learned(path, {n: x for n, x in learned.items() if n.startswith("network.")}, {}),
+        "has no policy of this version: the state of the policy lacks ['observations.host.mean', ",
+    ),
+]
 
 
-def _no_policy(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    write_state(path, {"format": LEARNED_FORMAT}, {"weight": torch.zeros(3)})
-
-
-def _of_other_features(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    write_learned(path, learned | {"network.host_net.weight": torch.zeros(8, 7)}, {})
-
-
-def _without_statistics(path: Path, learned: dict[str, torch.Tensor]) -> None:
-    write_learned(path, {name: x for name, x in learned.items() if name.startswith("network.")}, {})
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_missing, "there is no policy file "),
-        (_text, "mine.safetensors cannot be read: "),
-        (_edited, "mine.safetensors does not match its checksum"),
-        (_another_format, "is not a learned policy of this version (its format is 'esper learned policy 0', expected"),
-        (_no_policy, "mine.safetensors has no policy among ['weight']"),
-        (_of_other_features, "'network.host_net.weight' is (8, 7) torch.float32, expected (8, 25)"),
-        (
-            _without_statistics,
-            "has no policy of this version: the state of the policy lacks ['observations.host.mean', ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
 def test_a_file_that_is_no_policy_is_refused_in_one_paragraph_by_every_command(
     policy: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    damage: Callable[[Path, dict[str, torch.Tensor]], None],
+    damage: Callable[[Path, State], object],
     said: str,
 ) -> None:
     bad, run = tmp_path / "mine.safetensors", tmp_path / "run"

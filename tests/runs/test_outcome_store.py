@@ -51,24 +51,16 @@ def same(one: object, other: object) -> bool:
 
 
 def test_an_outcome_comes_back_to_the_bit(tmp_path: Path, outcome: Outcome) -> None:
-    store = OutcomeStore(tmp_path / "new" / "folder")
-    assert store.get(key()) is None
-    store.put(key(), outcome)
-    found = OutcomeStore(tmp_path / "new" / "folder").get(key())
-    assert found is not None
-    assert same(found, outcome)
-    assert found.cost is not None
-
-
-def test_scripted_hosts_have_no_cost(tmp_path: Path) -> None:
-    config = resolve({"task": "null", "episode_length": 3})
-    found = run_controller(config, None, CPU, baseline("random", config), run_seed=1, num_envs=2)
-    store, own = OutcomeStore(tmp_path), key_of(config, None, baseline("random", config), run_seed=1, num_envs=2)
-    store.put(own, found)
-    again = store.get(own)
-    assert again is not None
-    assert again.cost is None
-    assert same(again, found)
+    scripted = resolve({"task": "null", "episode_length": 3})
+    alone = run_controller(scripted, None, CPU, baseline("random", scripted), run_seed=1, num_envs=2)
+    for own, expected in ((tiny_config(), outcome), (scripted, alone)):
+        store = OutcomeStore(tmp_path / "new" / "folder")
+        assert store.get(key(own)) is None
+        store.put(key(own), expected)
+        found = OutcomeStore(tmp_path / "new" / "folder").get(key(own))
+        assert found is not None
+        assert same(found, expected)
+        assert (found.cost is None) == (own is scripted)  # its hosts are not networks
 
 
 def test_whatever_decides_an_outcome_changes_its_key() -> None:

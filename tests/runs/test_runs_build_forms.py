@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import learner_of, policy_form, reward_of
@@ -74,15 +73,3 @@ def test_the_compiled_policy_step_decides_as_the_eager_one_and_is_compiled_once(
 
     compiled(blank_inputs(client.agent.network, 5, engine.spec.num_slots, CPU), False)
     assert graphs_compiled() == before + 2, "another number of hosts is another graph, and it is counted"
-
-
-@pytest.mark.compiled
-@by_compiler
-def test_a_policy_step_that_cannot_be_compiled_is_a_mistake_of_configuration(tmp_path):
-    import torch._inductor.config as inductor
-
-    absent = {"cpp.cxx": (str(tmp_path / "no-such-compiler"),), "force_disable_caches": True}
-    engine, client = parts(compile="off")
-    step = PolicyStep(client.agent.network, client.agent.selectable, 14)
-    with inductor.patch(absent), pytest.raises(ConfigError, match=r"the policy step could not.*set compile = 'off'"):
-        policy_form(config(compile="on"), engine.spec)(step)

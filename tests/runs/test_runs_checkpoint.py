@@ -55,11 +55,7 @@ def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path):
     for header in (at(1), at(1, 12), at(2), at(2, 3), at(10, 4)):
         save(tmp_path, header, STATE)
     names = [path.stem for path in checkpoints(tmp_path)]
-    assert names == [
-        "round-00010-step-0004",
-        "round-00002-step-0003",
-        "round-00002",
-    ]
+    assert names == ["round-00010-step-0004", "round-00002-step-0003", "round-00002"]
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
 
 
@@ -202,21 +198,11 @@ def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tm
     mine.mkdir()
     (mine / "thesis").write_text("mine")
     folder.mkdir()
-    for name in (
-        "round-00001.safetensors",
-        "round-00002.safetensors",
-        "round-00009.safetensors",
-        ".draft-round-00009",
-        ".round-00009.draft-0",
-    ):
+    for name in (*(f"round-0000{n}.safetensors" for n in (1, 2, 9)), ".draft-round-00009", ".round-00009.draft-0"):
         (folder / name).symlink_to(mine)
     for rounds in (7, 8, 9):
         save(folder, at(rounds), STATE)
-    assert sorted(path.stem for path in folder.iterdir()) == [
-        "round-00007",
-        "round-00008",
-        "round-00009",
-    ]
+    assert sorted(path.stem for path in folder.iterdir()) == ["round-00007", "round-00008", "round-00009"]
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert (mine / "thesis").read_text() == "mine"
 

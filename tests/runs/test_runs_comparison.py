@@ -14,7 +14,7 @@ import torch
 import small_runs
 import tiny
 from esper.leyline.architecture import Architecture
-from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
+from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import state_digest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
@@ -59,19 +59,19 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
     monkeypatch.setattr(
         "esper.runs.evaluation.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more))
     )
-    found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
+    found = compared([str(run), "--num-envs", "2"], tmp_path / "report.json")
     assert contents(run) == before
-    assert [more["num_envs"] for _, more in asked] == [4, 4]
+    assert [more["num_envs"] for _, more in asked] == [2, 2]
     assert asked[0][1]["available"] == asked[1][1]["available"] > 0  # before any host took memory
     assert asked[0][0] == tiny.HOST
     assert asked[1][0].num_params() >= tiny.HOST.num_params()  # those of big_host
     rows = found["rows"]
     assert set(rows) == {"trained", *BASELINES, "untrained", "static_common", "big_host"}
-    assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
+    assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 2, "tiny", str(run))
     assert found["reference"] == "trained"
     assert rows["wait_only"]["fossilized"] == 0.0
     assert rows["wait_only"]["growth"] == 1.0
-    assert rows["wait_only"]["ops"]["WAIT"] == 4 * 6
+    assert rows["wait_only"]["ops"]["WAIT"] == 2 * 6
     for row in rows.values():
         hosts = row["hosts"]
         # the hosts have more than 200 parameters, so that J is the accuracy less 3 ln(growth)
@@ -88,7 +88,11 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
         assert word in out
     assert out.splitlines()[-1] == found["verdict"]
     assert "the best baseline, " in found["verdict"]
-    assert "heuristic, 4 hosts of tiny" in err
+    assert rows["static_final"]["architectures"] == rows["trained"]["architectures"]
+    grown = any(structure["slots"] for structure in rows["trained"]["architectures"])
+    said = "each host has the final architecture of trained" if grown else "trained ended without fossilized seeds"
+    assert f"static_final: {said}" in out
+    assert "heuristic, 2 hosts of tiny" in err
 
 
 def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path: Path) -> None:
@@ -110,18 +114,6 @@ def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evalu
     found = compared([str(path), "wait_only", "--num-envs", "5"], tmp_path / "report.json")
     assert len(found["controllers"][0]["hosts"]["test"]) == 5
     assert contents(path) == before
-
-
-def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
-    config = config_of_run(run)
-    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        trained(tmp_path, config)
-
-
-def test_an_unknown_baseline_is_refused() -> None:
-    config = resolve({"task": "null", "episode_length": 2})
-    with pytest.raises(RegistryError, match="unknown baseline 'lazy'"):
-        baseline("lazy", config)
 
 
 def test_the_null_task_is_compared_with_its_best_schedule_and_no_other_task_can_be(tmp_path: Path) -> None:
@@ -156,17 +148,6 @@ def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_
     assert rows["static_final"]["committed"] > rows["wait_only"]["committed"]
     for structure in source:
         Architecture.of(structure)
-
-
-def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    found = compared(["fixed_schedule", "static_final", str(run), "--num-envs", "2"], tmp_path / "report.json")
-    rows = found["rows"]
-    assert rows["static_final"]["architectures"] == rows["trained"]["architectures"]
-    grown = any(structure["slots"] for structure in rows["trained"]["architectures"])
-    said = "each host has the final architecture of trained" if grown else "trained ended without fossilized seeds"
-    assert f"static_final: {said}" in capfd.readouterr().out
 
 
 def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit() -> None:

@@ -8,13 +8,12 @@ import pytest
 import small_runs
 from esper.leyline.errors import ConfigError
 from esper.runs.assembly.plugins import load_plugins
-from esper.runs.assembly.presets import config_of_run, resolve
-from esper.simic.rewards import reward_names
+from esper.runs.assembly.presets import config_of_run
 
-FRUGAL = """
+SPARING = """
 from esper.simic.rewards import RewardConfig, make_reward, register_reward
 
-@register_reward("{name}", time_limit="truncate", fossils_as_players=True)
+@register_reward("sparing", time_limit="truncate", fossils_as_players=True)
 def build(config: RewardConfig):
     return make_reward("sparse", RewardConfig(mode="sparse", param_penalty_weight=config.param_penalty_weight))
 """
@@ -73,22 +72,16 @@ def test_a_module_of_the_working_directory_can_be_named(tmp_path, monkeypatch, c
     assert capsys.readouterr().out == "imported\n"
 
 
-def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path):
-    path = plugin(tmp_path, "frugal", FRUGAL.format(name="frugal"))
-    config = resolve({"task": "null", "plugins": [str(path)], "reward": {"mode": "frugal"}})
-    assert "frugal" in reward_names()
-    assert config.reward_name == config.custom_reward == "frugal"
-    assert config.plugins == (str(path),)
-    assert config.engine().time_limit == "truncate"  # what the reward asks for, not the mode beneath it
-    assert config.lifecycle.fossils_as_players
-
-
 def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp_path):
-    path = plugin(tmp_path, "sparing", FRUGAL.format(name="sparing"))
+    path = plugin(tmp_path, "sparing", SPARING)
     run = tmp_path / "run"
     with small_runs.interrupted_at(1, 3):
         assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "sparing") == 130
-    assert config_of_run(run, trust=True).reward_name == "sparing"
+    config = config_of_run(run, trust=True)
+    assert config.reward_name == config.custom_reward == "sparing"
+    assert config.plugins == (str(path),)
+    assert config.engine().time_limit == "truncate"  # what the reward asks for, not the mode beneath it
+    assert config.lifecycle.fossils_as_players
     assert small_runs.resume(run, "--plugins", str(path)) == 0
     assert small_runs.summary(run)["reward"] == "sparing"
     assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0

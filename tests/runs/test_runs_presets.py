@@ -22,21 +22,11 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_task_and_preset(t
 def test_the_published_values():
     small, paper = resolve({"preset": "small"}), resolve({"preset": "paper"})
     assert (small.rounds, small.num_envs, small.reward.mode) == (100, 16, "objective")
-    assert (small.ppo.hidden_width, small.ppo.update_epochs, small.ppo.num_minibatches, small.ppo.lr) == (
-        64,
-        4,
-        4,
-        5e-4,
-    )
-    assert (small.ppo.gae_lambda, small.ppo.max_grad_norm) == (0.95, 1.0)
+    assert (small.ppo.hidden_width, small.ppo.update_epochs, small.ppo.num_minibatches) == (64, 4, 4)
+    assert (small.ppo.lr, small.ppo.gae_lambda, small.ppo.max_grad_norm) == (5e-4, 0.95, 1.0)
     assert (paper.rounds, paper.num_envs, paper.reward.mode) == (200, 12, "objective")
-    assert (paper.ppo.hidden_width, paper.ppo.update_epochs, paper.ppo.num_minibatches, paper.ppo.lr) == (
-        512,
-        1,
-        1,
-        3e-4,
-    )
-    assert (paper.ppo.gae_lambda, paper.ppo.max_grad_norm) == (0.98, 5.0)
+    assert (paper.ppo.hidden_width, paper.ppo.update_epochs, paper.ppo.num_minibatches) == (512, 1, 1)
+    assert (paper.ppo.lr, paper.ppo.gae_lambda, paper.ppo.max_grad_norm) == (3e-4, 0.98, 5.0)
     assert (paper.ppo.ent_coef, paper.ppo.ent_coef_end) == (0.05, 0.01)
     for config in (small, paper):
         assert (config.ppo.clip_coef, config.ppo.target_kl) == (0.2, 0.015)

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from esper.telemetry.sinks import Hub, register_listener
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from small_runs import Notebook
 
+pytestmark = pytest.mark.usefixtures("no_listeners")
 TERMS = ("gain", "rent")
 GERMINATED = moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP))
 
@@ -42,28 +43,28 @@ class Bench:
         return [(kind, fields["t"]) for kind, fields in self.notebook.taken]
 
 
-@pytest.mark.usefixtures("no_listeners")
-def test_steps_are_recorded_when_there_are_enough_of_them(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run")
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    found = Bench(tmp_path / "run")
+    with found.directory:
+        yield found
+
+
+def test_steps_are_recorded_when_there_are_enough_of_them(bench: Bench) -> None:
     bench.steps(*range(1, MOST_STEPS))
     assert bench.received() == []
     bench.steps(MOST_STEPS)
     assert bench.received() == [("step", t) for t in range(1, MOST_STEPS + 1)]
-    bench.directory.close()
 
 
-@pytest.mark.usefixtures("no_listeners")
-def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run")
+def test_a_slow_step_does_not_wait_for_others(bench: Bench) -> None:
     bench.steps(1)
     bench.steps(2, seconds=LONGEST / 2)
     assert bench.received() == []
     bench.steps(3, seconds=LONGEST / 2)
     assert bench.received() == [("step", 1), ("step", 2), ("step", 3)]
-    bench.directory.close()
 
 
-@pytest.mark.usefixtures("no_listeners")
 def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     active = Notebook()
     register_listener("active")(lambda path: active)
@@ -77,20 +78,15 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory.close()
 
 
-@pytest.mark.usefixtures("no_listeners")
-def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run")
+def test_seconds_count_from_the_beginning_of_the_round_to_each_step(bench: Bench) -> None:
     bench.now = 107.0
     bench.records.begin()
     bench.steps(1, 2, seconds=0.0625)
     bench.records.flush()
     assert [fields["seconds"] for _, fields in bench.notebook.taken] == [0.0625, 0.125]
-    bench.directory.close()
 
 
-@pytest.mark.usefixtures("no_listeners")
-def test_listeners_receive_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run")
+def test_listeners_receive_the_events_of_a_step_and_then_the_step(bench: Bench) -> None:
     bench.steps(1)
     bench.steps(2, op_moves=GERMINATED)
     bench.steps(3)
@@ -98,14 +94,11 @@ def test_listeners_receive_the_events_of_a_step_and_then_the_step(tmp_path: Path
     expected = [("step", 1), ("stage_changed", 2), ("step", 2), ("step", 3), ("alarm", 3)]
     assert bench.received() == expected
     bench.directory.close()
-    path = tmp_path / "run"
-    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (bench.directory.path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["t"]) for event in events] == [found for found in expected if found[0] != "step"]
 
 
-@pytest.mark.usefixtures("no_listeners")
-def test_steps_of_two_rounds_are_not_written_together(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run")
+def test_steps_of_two_rounds_are_not_written_together(bench: Bench) -> None:
     bench.steps(7, 8)
     bench.steps(1, episode=1)
     assert bench.received() == [("step", 7), ("step", 8)]
@@ -114,10 +107,8 @@ def test_steps_of_two_rounds_are_not_written_together(tmp_path: Path) -> None:
     assert (fields["round"], fields["env_steps"], fields["ops"]["WAIT"]) == (2, 2, 1)
     bench.records.flush()
     assert len(bench.notebook.taken) == 3  # nothing is written twice
-    bench.directory.close()
 
 
-@pytest.mark.usefixtures("no_listeners")
 def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(tmp_path: Path) -> None:
     assert small_runs.train(tmp_path / "together", "null", 2) == 0
     register_listener("active")(lambda path: Notebook())
@@ -125,7 +116,6 @@ def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(
     assert small_runs.records(tmp_path / "together") == small_runs.records(tmp_path / "alone")
 
 
-@pytest.mark.usefixtures("no_listeners")
 def test_the_steps_before_a_failure_are_on_the_disk(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +133,6 @@ def test_the_steps_before_a_failure_are_on_the_disk(
     assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
 
 
-@pytest.mark.usefixtures("no_listeners")
 def test_a_run_that_is_interrupted_among_steps_that_wait_goes_on_with_the_same_records(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

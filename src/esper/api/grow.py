@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
-from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Leaderboard, Method, compared
+from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Method
+from esper.runs.leaderboard import Leaderboard, compared
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.signals import stop_signals
@@ -89,9 +90,8 @@ class Timeline(tuple[Row, ...]):
         """The timeline of a host whose final network has these points."""
         live = {report.t: float(report.val_acc[host]) for report in reports}
         own = (event for event in step_events(reports, spec) if event["host"] == spec.host_offset + host)
-        rows = [row for event in own if (row := _row(event, live)) is not None]
         last = max((report.t for report in reports), default=0)  # earlier than the end of the episode if it was stopped
-        return cls([*rows, _clean(Row(last, "", "end", None, None, points))], unit)
+        return cls(_rows(own, live, last, points), unit)
 
     @classmethod
     def of_run(cls, run: Path, origin: Origin, steps: int, points: float, unit: str) -> "Timeline":
@@ -104,10 +104,9 @@ class Timeline(tuple[Row, ...]):
             place = [origin.round, origin.host]
             found = record.query("SELECT t, val_acc FROM steps WHERE round = ? AND host = ?", place)
         live = {row["t"]: row["val_acc"] for row in found}
-        own = (event for event in events if [event["round"], event["host"]] == place)
-        rows = [row for event in own if (row := _row(event, live)) is not None]
         warn(warnings)
-        return cls([*rows, _clean(Row(steps, "", "end", None, None, points))], unit)
+        own = (event for event in events if [event["round"], event["host"]] == place)
+        return cls(_rows(own, live, steps, points), unit)
 
     @classmethod
     def read(cls, folder: Path, unit: str) -> "Timeline":
@@ -135,6 +134,14 @@ class Timeline(tuple[Row, ...]):
         return tables.text(lambda console: console.print(page))
 
     __repr__ = __str__
+
+
+def _rows(events: Iterable[Event], live: Mapping[int, float | None], last: int, points: float) -> Iterator[Row]:
+    """The rows of a host, of which the `last` step has the points of the network that is kept."""
+    for event in events:
+        if (row := _row(event, live)) is not None:
+            yield row
+    yield _clean(Row(last, "", "end", None, None, points))
 
 
 def _row(event: Event, live: Mapping[int, float | None]) -> Row | None:
@@ -433,15 +440,15 @@ def _grown(
     if task.proposal is not None:
         out.say(task.proposal)
     require_memory(config, task, dataset, device, out.say, num_envs=best_of, episodes=1, setting="best_of")
-    watch, requests = _Watch(out, config), list[bool]()
+    watch = _Watch(out, config)
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
     )
     engine.architectures = (Architecture.of_lines(config.architecture),) * best_of if config.architecture else ()
     client = make(engine.spec)
-    with watch.progress, stop_signals(lambda: requests.append(True)):
+    with watch.progress, stop_signals() as stop:
         engine.reset(client, episode=0)
-        stats = engine.rollout(client, should_stop=lambda: bool(requests))
+        stats = engine.rollout(client, should_stop=lambda: bool(stop))
         if stats is None:
             engine.end_episode()
             stats = engine.outcome()
@@ -488,17 +495,17 @@ def _raced(
         growth.read(file)
         out.say(f"continued after step {growth.t} of {growth.steps}")
     out.say(growth.plan)
-    requests, saved, progress = list[bool](), time.monotonic(), PassProgress(out, 100)
-    with progress, stop_signals(lambda: requests.append(True)):
+    saved, progress = time.monotonic(), PassProgress(out, 100)
+    with progress, stop_signals() as stop:
         if file is not None:
             growth.write(file)
         progress.skip(100.0 * growth.share)
-        while not growth.is_over and not requests:
+        while not growth.is_over and not stop:
             before, entries = growth.share, len(growth.entries)
             growth.step()
             progress.stage(growth.place)
             progress.advance(100.0 * (growth.share - before))
-            due = requests or len(growth.entries) > entries or time.monotonic() - saved > SAVE_EVERY
+            due = stop or len(growth.entries) > entries or time.monotonic() - saved > SAVE_EVERY
             if file is not None and due:
                 growth.write(file)
                 saved = time.monotonic()

@@ -76,7 +76,7 @@ def console(progress: bool) -> RunConsole:
 
 @final
 class Run:
-    """A run directory, of a run that is complete or was stopped.
+    """A run directory, of a run that is complete or was stopped; raises RunDirectoryError if it is none.
 
     Attributes:
         directory: its path. task: specification of a task that only this process knows, or None.
@@ -85,14 +85,7 @@ class Run:
     def __init__(
         self, directory: Path, task: TaskSpec | None = None, *, allowed: Sequence[str] = (), trust: bool = False
     ) -> None:
-        """The run in a directory.
-
-        Args:
-            directory: raises RunDirectoryError if it holds none.
-            task: see above.
-            allowed: plugins that may be executed if the run names them; with `trust` all.
-            trust: see `allowed`.
-        """
+        """The run in a directory, whose `allowed` plugins may be executed, or with `trust` all."""
         require_run(directory)
         self.directory, self.task, self._allowed, self._trust = directory, task, tuple(allowed), trust
 

@@ -61,10 +61,7 @@ _UNUSED = {"momentum": 0.0, "eps": 1e-8, "betas": (0.0, 0.0)}
 def optimizer_of(optimizer: AnyOptimizer, given: Mapping[str, Any], clip: float | None) -> OptimizerSpec:
     """The specification that trains a host as this optimizer does: all parameters are decayed.
 
-    Args:
-        optimizer: what the user named.
-        given: values by the names of `torch.optim`, which replace those of `optimizer`; None means not given.
-        clip: limit of the L2 norm of the gradient of the network, and of each seed; None for no clipping.
+    Values that are `given` by the names of `torch.optim` replace those of `optimizer`, unless they are None.
 
     Raises:
         ConfigError: an optimizer or a value that cannot be had exactly.

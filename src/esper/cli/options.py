@@ -91,11 +91,7 @@ def names_first(options: type, arguments: Sequence[str]) -> list[str]:
 
 
 def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """The configuration values given on the command line, as nested tables.
-
-    Args:
-        command: the options of a command; None means not given.
-        assignments: values of --set.
+    """The configuration values given by the options of a command and by --set, as nested tables.
 
     Raises:
         ConfigError: a malformed --set, or another value than that of an option.

@@ -30,8 +30,8 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -52,13 +52,12 @@ from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain as plain_values
-from esper.runs.evaluation import tables
-from esper.runs.evaluation.tables import counted, plain_table, short
+from esper.runs.evaluation.tables import counted, short
+from esper.runs.leaderboard import Candidate, Entry, Leaderboard
 from esper.runs.state_file import read_checked, write_state
 from esper.tasks.datasets import Dataset
 from esper.tasks.losses import points_of_guessing
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.progress import duration
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import largest_batch, training_bounds
 from esper.tolaria.memory import available_bytes, predict
@@ -110,8 +109,6 @@ _LEAST_GAIN = 0.1
 holds many trainings."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
-_SHOWN = 12
-"""Candidates that a printed leaderboard has, beside the Pareto set."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -131,153 +128,6 @@ class Budget:
 
     def __post_init__(self) -> None:
         check_fields(self, "budget")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Permanent seeds, and a factor of the learning rate."""
-
-    architecture: Architecture = Architecture()  # noqa: RUF009 -- a frozen value
-    rate: float = 1.0
-
-    def __str__(self) -> str:
-        slots: dict[str, list[str]] = {}
-        for seed in self.architecture.slots:
-            slots.setdefault(seed.blueprint, []).append(seed.slot)
-        grown = "; ".join(f"{blueprint} in {', '.join(of)}" for blueprint, of in slots.items()) or "the network alone"
-        return grown + (f"; learning rate x {self.rate:.2g}" if self.rate != 1.0 else "")
-
-
-@dataclass(kw_only=True)
-class Entry:
-    """A line of the leaderboard: a candidate, how far it came, and what it cost.
-
-    Attributes:
-        candidate: what was trained. params: its parameters. flops: of one example in a forward pass.
-        val, loss: after each step, those of the entry that it is a copy of included; on a part of the validation
-            examples, and on all of them behind a stage.
-        spent: FLOPs of its own steps. parent: number of the entry that it is a copy of. born: steps of that one.
-    """
-
-    candidate: Candidate
-    params: int
-    flops: float
-    val: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    spent: float = 0.0
-    parent: int | None = None
-    born: int = 0
-
-    @property
-    def of_step(self) -> float:
-        """FLOPs of one of its own steps."""
-        return self.spent / max(1, len(self.val) - self.born)
-
-    @property
-    def score(self) -> float:
-        """Figure of merit of the last step; -inf if there is none, or if its loss is not finite."""
-        return self.val[-1] if self.val and math.isfinite(self.loss[-1]) else -math.inf
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Leaderboard:
-    """All candidates of a growth, the best first; prints as a table.
-
-    Attributes:
-        entries: by their `points`.
-        chosen: place of the one that is kept, as it was after `steps` of its steps. test: its figure of merit on the
-            test examples. unit: of both.
-        spent: FLOPs of all together. seconds: likewise.
-        budget: FLOPs that were allowed, or spent where minutes were.
-        guessing: figure of merit of the best constant answer on the validation examples; None where that is not known.
-    """
-
-    entries: tuple[Entry, ...]
-    chosen: int
-    steps: int
-    test: float | None
-    unit: str
-    spent: float
-    seconds: float
-    budget: float
-    guessing: float | None = None
-
-    @property
-    def val(self) -> float:
-        """Figure of merit of the network that is kept on the validation examples."""
-        return self.entries[self.chosen].val[self.steps - 1]
-
-    @property
-    def pareto(self) -> tuple[int, ...]:
-        """Places of the entries than which no other has fewer parameters and more points."""
-        found, best = [], -math.inf
-        for i in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].params, -self.points(i))):
-            if self.points(i) > best:
-                found.append(i)
-                best = self.points(i)
-        return tuple(sorted(found))
-
-    def points(self, place: int) -> float:
-        """Figure of merit of an entry: of the network that is kept, or of the last step."""
-        return self.val if place == self.chosen else self.entries[place].score
-
-    @property
-    def courses(self) -> list[tuple[str, list[float], list[float], tuple[float, float] | None]]:
-        """For a picture: of each entry its name, the FLOPs after each of its own steps, its points, what is kept."""
-        return [
-            (
-                str(entry.candidate),
-                [entry.of_step * (i + 1 + entry.born) for i in range(len(entry.val) - entry.born)],
-                entry.val[entry.born :],
-                (entry.of_step * self.steps, self.val) if i == self.chosen else None,
-            )
-            for i, entry in enumerate(self.entries)
-        ]
-
-    def __str__(self) -> str:
-        page = plain_table("candidate", "steps", "val", "test", "parameters", "FLOPs", "spent", "Pareto", fold=True)
-        shown = [i for i in range(len(self.entries)) if i < _SHOWN or i == self.chosen or i in self.pareto]
-        for i in shown:
-            entry = self.entries[i]
-            steps, test = (self.steps, self.test) if i == self.chosen else (len(entry.val), None)
-            page.add_row(
-                str(entry.candidate),
-                str(steps),
-                f"{self.points(i):.2f}",
-                "" if test is None else f"{test:.2f}",
-                f"{entry.params:,}",
-                *(short(value) for value in (entry.flops, entry.spent)),
-                "*" * (i in self.pareto),
-            )
-        more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
-        kept = self.entries[self.chosen]
-        if self.steps < len(kept.val):
-            more += f"Kept is step {self.steps} of {len(kept.val)}, where the last one has {kept.score:.2f}.\n"
-        if self.guessing is not None and self.val <= self.guessing:
-            more += (
-                f"No candidate is better than one answer for all examples, which has {self.guessing:.2f}: allow more "
-                "steps, or look at the learning rate, the scale of the inputs and the targets.\n"
-            )
-        return (
-            f"{tables.text(lambda console: console.print(page))}\n{more}"
-            f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none "
-            "has fewer parameters and more points.\n"
-            f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
-        )
-
-    __repr__ = __str__
-
-
-def compared(boards: Mapping[str, Leaderboard]) -> str:
-    """The networks that several methods keep, as a table."""
-    page = plain_table("method", "val", "test", "parameters", "FLOPs", "spent", fold=True)
-    for name, board in boards.items():
-        kept = board.entries[board.chosen]
-        test = "" if board.test is None else f"{board.test:.2f}"
-        sizes = (short(value) for value in (kept.flops, board.spent))
-        page.add_row(f"{name}: {kept.candidate}", f"{board.val:.2f}", test, f"{kept.params:,}", *sizes)
-    return tables.text(lambda console: console.print(page))
 
 
 @dataclass(frozen=True)
@@ -337,12 +187,10 @@ def _lasting(costs: Sequence[float], at_once: float) -> float:
 class Prices:
     """What architectures of a task cost in parameters and FLOPs."""
 
-    def __init__(
-        self, config: RunConfig, dataset: Dataset, engine: VectorizedEngine, task: TaskSpec | None = None
-    ) -> None:
+    def __init__(self, task: TaskSpec, dataset: Dataset, engine: VectorizedEngine) -> None:
         self._spec, costs = engine.spec, engine.executor.costs
         self._seed_params, self._seed_flops, host = host_read(costs.seed_params, costs.seed_flops, costs.host_flops)
-        bounds = training_bounds(task or config.task_spec(), dataset)
+        bounds = training_bounds(task, dataset)
         trained, self._whole, self.batches = (1 + BACKWARD) * bounds[-1][1], len(dataset.val), len(bounds)
         self.measured_share = min(1.0, _MEASURED * trained / self._whole)
         self._examples = trained + math.ceil(self._whole * self.measured_share)
@@ -370,16 +218,9 @@ class Prices:
 
 
 def longest(costs: Sequence[float], until: Sequence[float], budget: float, done: int = 0) -> int:
-    """The most steps, of which the stages end at the shares `until`, that cost at most `budget`.
+    """The most steps, of which the stages that are left end at the shares `until`, that cost at most `budget` FLOPs.
 
-    Args:
-        costs: FLOPs of one step in each stage that is left.
-        until: the share of all steps at which each of them ends.
-        budget: FLOPs that are left.
-        done: steps before.
-
-    Returns:
-        At least one step for each stage, whatever that costs.
+    `costs` are those of a step in each stage. Each has at least one step after the `done` ones, whatever that costs.
     """
     low, high = done + len(costs), MAX_EPISODE_LENGTH
     while low < high:
@@ -495,7 +336,7 @@ class Growth:
         self.steps, self.batch = config.episode_length, config.batch_train
         self._before = (0.0, 0.0)
         self._engine = self._built([Candidate()])
-        self._prices = Prices(self._config, dataset, self._engine)
+        self._prices = Prices(self._config.task_spec(), dataset, self._engine)
         share = min(self._config.lifecycle.measured_share, self._prices.measured_share)
         self._config = replace(self._config, lifecycle=replace(self._config.lifecycle, measured_share=share))
         self._allowed([])  # refuses a limit below the network alone
@@ -514,10 +355,10 @@ class Growth:
             method == "auto" and not steps and task.last_batch != "keep"
         ):  # a last batch may become too small to train on
             self._halve_batches(trial.batch_seconds)
-        self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
+        self._pool = self._architectures()
         if budget.minutes is not None:
             self._try_time(trial.batch_seconds, budget.minutes, _COPIES if trial.together else trial.threads)
-            self._pool = self._architectures(_AFFORDABLE * self._left() / (steps or config.episode_length))
+            self._pool = self._architectures()
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
         begin, self.stages = self._plan(method)
@@ -540,7 +381,7 @@ class Growth:
                 self.batch = min(2 * self.batch, given)
         elif self._device.type != "cpu":
             self.batch = given
-        self._prices = Prices(self._config, self._dataset, self._engine, self._task(self._config))
+        self._prices = Prices(self._task(self._config), self._dataset, self._engine)
 
     def _task(self, config: RunConfig) -> TaskSpec:
         """The task of a configuration, with the batches that were chosen and as many examples in a step.
@@ -575,7 +416,7 @@ class Growth:
         some = some[: min(self._most, batches)]
         task = self._task(self._config)
         task = replace(task, batches_per_step=min(self._prices.batches, batches // len(some)))
-        prices = Prices(self._config, self._dataset, self._engine, task)
+        prices = Prices(task, self._dataset, self._engine)
         engine = self._built(some, task, prices.measured_share)
         client = baseline_of("wait_only", self._config, engine.spec)
         engine.reset(client, episode=0)
@@ -630,13 +471,13 @@ class Growth:
                 break
         return candidates, stages if self.budget.flops else side_by_side(stages, int(self._at_once))
 
-    def _architectures(self, most: float) -> list[Architecture]:
+    def _architectures(self) -> list[Architecture]:
         """Each blueprint in every slot and in each single one (the latter alone for hill climbing).
 
-        Each gives its dearest one first, and the cheapest of these is the first. Those are left out whose step of
-        training and measuring costs more than `most` FLOPs.
+        Each gives its dearest one first, and the cheapest of these is the first. Those that cost too much are left out.
         """
-        most = max(most, _CHEAP * self._of_step(Candidate()))
+        left_for_step = self._left() / (self._fixed or self._config.episode_length)
+        most = max(_AFFORDABLE * left_for_step, _CHEAP * self._of_step(Candidate()))
         spec = self._engine.spec
         of_blueprint = []
         for name in (spec.blueprint_names[i] for i in spec.selectable):
@@ -736,10 +577,14 @@ class Growth:
         self.entries = [self._entry(candidate) for candidate in candidates]
         self.rows = list(range(len(candidates)))
         self._replan()
-        self._engine = self._built(candidates)
-        self._client = baseline_of("wait_only", self._config, self._engine.spec)
+        self._renew()
         self._engine.reset(self._client, episode=0)
         self._engine.add_fossils([candidate.architecture for candidate in candidates])
+
+    def _renew(self) -> None:
+        """An engine of the present rows, and its client, which waits."""
+        self._engine = self._built([self.entries[row].candidate for row in self.rows])
+        self._client = baseline_of("wait_only", self._config, self._engine.spec)
 
     def _built(
         self, candidates: Sequence[Candidate], task: TaskSpec | None = None, measured_share: float = 1.0
@@ -914,8 +759,7 @@ class Growth:
 
     def _load(self, state: StateTree) -> None:
         """An engine of the present rows, in this state."""
-        self._engine = self._built([self.entries[row].candidate for row in self.rows])
-        self._client = baseline_of("wait_only", self._config, self._engine.spec)
+        self._renew()
         self._engine.load_state_dict(state, self._client)
 
     # -- the result ---------------------------------------------------------------------------------------------------
@@ -1026,6 +870,6 @@ class Growth:
             )
         for name in vars(found).keys() - {"key"}:
             setattr(self, name, getattr(found, name))
-        self._prices = Prices(self._config, self._dataset, self._engine, self._task(self._config))
+        self._prices = Prices(self._task(self._config), self._dataset, self._engine)
         self._best_state = below("best", state)
         self._load(below("rows", state))

@@ -204,10 +204,9 @@ def _means_of_known(values: np.ndarray) -> list[float]:
 
 def _deviations_of_known(values: np.ndarray) -> list[float]:
     """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
-    known = np.isfinite(values)
+    known, means = np.isfinite(values), np.array(_means_of_known(values))
     count = known.sum(axis=1)
-    means = np.where(known, values, 0.0).sum(axis=1, keepdims=True, dtype=np.float64) / np.maximum(count, 1)[:, None]
-    squares = np.square(np.where(known, values - means, 0.0)).sum(axis=1)
+    squares = np.square(np.where(known, values - means[:, None], 0.0)).sum(axis=1)
     deviations: list[float] = np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan).tolist()
     return deviations
 

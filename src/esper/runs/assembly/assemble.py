@@ -100,18 +100,10 @@ def require_memory(
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
-    """Say how much memory and time the hosts will need; nothing for scripted hosts that fit.
+    """Say how much memory and time `num_envs` hosts will need; nothing for scripted hosts that fit.
 
-    Args:
-        config: of the run.
-        task: of the hosts.
-        dataset: theirs.
-        device: theirs.
-        say: gets the line.
-        num_envs: hosts.
-        episodes: in which all of them are trained.
-        available: bytes that this process can still take; measured if not given.
-        setting: the name under which the user gave the number of hosts.
+    All of them are trained in `episodes`. This process can still take `available` bytes, which are measured if they are
+    not given. `setting` is the name under which the user gave the number of hosts.
 
     Raises:
         ConfigError: they do not fit; it names the largest number that does.

@@ -46,9 +46,7 @@ def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
     if isinstance(reward, ContributionReward):
         if config.is_compiled(spec.device):
             reward.warm_up(compiled_reward, spec.num_envs, spec.num_slots, spec.device)
-    elif isinstance(reward, ObjectiveReward):
-        pass  # about twenty operators: always eager
-    elif config.compile == "on":
+    elif config.compile == "on" and not isinstance(reward, ObjectiveReward):  # about twenty operators: always eager
         raise ConfigError(
             "compile is 'on', but only rewards built on ContributionReward can be compiled, and "
             f"{config.reward_name!r} is not; leave compile out."

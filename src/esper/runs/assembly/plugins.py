@@ -21,11 +21,7 @@ from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_nam
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import plugins, each once per process.
-
-    Args:
-        names: modules importable from the working directory or the environment, paths that end in .py, or such a path
-            with the name of a task.
+    """Import plugins, each once per process: modules, paths that end in .py, or such a path with the name of a task.
 
     Raises:
         ConfigError: a plugin is missing or fails; the message names file, line and error.
@@ -66,13 +62,8 @@ def _parts(name: str) -> tuple[str, str]:
 def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool) -> None:
     """Refuse to run code that only a run directory names, which may have been downloaded.
 
-    Args:
-        names: plugins that the run directory names.
-        allowed: plugins named on the command line.
-        trust: whether all are allowed.
-
     Raises:
-        ConfigError: some are not allowed.
+        ConfigError: some of the `names` are not among those `allowed` on the command line, without `trust` in all.
     """
     unknown = not_among(names, allowed)
     if unknown and not trust:

@@ -240,7 +240,7 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     """Properties that a checkpoint and the run that loads it must share; `identity` is that of the data set."""
     shape = {
         "task": config.task,
-        "data": {name: value for name, value in identity.items() if not _is_path(value)},
+        "data": without_paths(identity),
         "seed": config.seed,
         "slots": config.slots,
         "num_envs": config.num_envs,
@@ -262,9 +262,9 @@ def data_of(shape: Mapping[str, object]) -> str:
     return data_label(identity) if identity else "none"
 
 
-def _is_path(value: object) -> bool:
-    """Paths are ignored: the data folder may move between two parts of a run."""
-    return isinstance(value, str) and Path(value).is_absolute()
+def without_paths(identity: Mapping[str, object]) -> dict[str, object]:
+    """The identity of a data set without paths: its folder may move."""
+    return {name: value for name, value in identity.items() if not Path(str(value)).is_absolute()}
 
 
 def fingerprint(config: RunConfig) -> str:

@@ -185,8 +185,7 @@ def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
         (
             ("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure"),
             lambda row: (
-                *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
-                f"{row.growth:.2f}x",
+                *row.points_and_growth,
                 *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
             ),
         ),
@@ -199,10 +198,7 @@ def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     if math.isnan(rows[0].perplexity):
         del tables[2]
     for columns, cells in tables:
-        page = plain_table(*columns)
-        for row in rows:
-            page.add_row(row.name, *cells(row))
-        yield page
+        yield plain_table(*columns, rows=[(row.name, *cells(row)) for row in rows])
 
 
 def legend(units: str) -> str:
@@ -253,11 +249,11 @@ def compare(
 
     Args:
         configs: of the runs, or one of the task without runs.
-        runs: their directories, which are not changed: one condition, trained with several seeds.
+        runs: one condition, trained with several seeds.
         baselines: their names, or policy files, or a file of plans for portfolio and halving; wait_only is always among
             them.
         best: use the checkpoint with the highest mean J of ten rounds.
-        seeds: of the hosts, one for each run, or any number without runs. None means the training seeds + 1,000,000.
+        seeds: of the hosts, one for each run, or any number without runs; none: the training seeds + 1,000,000.
         num_envs: hosts per controller and seed.
         flops: budget of each host, at which all are compared once more; None means no such comparison, and that races
             spend what the trained controller does, or else `PLAIN_RUNS` trainings of the plain host.

@@ -118,19 +118,15 @@ class EqualCompute:
 
     def pages(self, reference: str) -> Iterator[Table]:
         """The tables."""
-        page = plain_table(f"at {short(self.budget)} FLOPs", "tried", "100·J", f"vs {reference}", "better")
+        first = f"at {short(self.budget)} FLOPs"
+        page = plain_table(first, "tried", "100·J", f"vs {reference}", "better")
         for row in self.rows:
             differs = ("", "") if row.name == reference else row.cells
             page.add_row(row.name, str(self.tried[row.name]), with_spread(row.objective, row.objective_std), *differs)
         yield page
-        page = plain_table(f"at {short(self.budget)} FLOPs", "val", "test", "J test", "growth", "train", "measure")
+        page = plain_table(first, "val", "test", "J test", "growth", "train", "measure")
         for row in self.rows:
-            page.add_row(
-                row.name,
-                *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
-                f"{row.growth:.2f}x",
-                *(short(value) for value in (row.training_flops, row.measuring_flops)),
-            )
+            page.add_row(row.name, *row.points_and_growth, short(row.training_flops), short(row.measuring_flops))
         yield page
 
     @property

@@ -43,12 +43,8 @@ def importance_of(
 ) -> dict[str, Any]:
     """The content of RUN/importance.json, which is measured and written unless it is that of the newest checkpoint.
 
-    Args:
-        run: its directory.
-        hosts: how many are played; None for 16, if that takes less than a minute.
-        allowed: plugins of the run that may be imported.
-        trust: whether all of them may.
-        on_step: called with the control steps done, and with their number.
+    None for `hosts` means 16, if playing them takes less than a minute. Plugins of the run that are `allowed`, or with
+    `trust` all, may be imported. `on_step` is called with the control steps done, and with their number.
 
     Raises:
         ConfigError, CheckpointError, DataError: it cannot be measured. OSError: the file cannot be written.

@@ -30,7 +30,7 @@ from esper.leyline.files import is_draft, json_of, open_to_read, replacing
 from esper.leyline.ranks import group, parts_of
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
-from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.run_config import RunConfig, without_paths
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation.controllers import Controller
 from esper.runs.evaluation.costs import CostMeter
@@ -83,18 +83,10 @@ def run_controller(
     repetition: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One episode of a controller on `num_envs` hosts of seed `run_seed`; the test split is read at its end.
+    """One episode of a controller on `num_envs` hosts of seed `run_seed`, below 2^32; test is read at its end.
 
-    Args:
-        config: of the task, and of the run if its controller is compared.
-        dataset: that of `dataset_of`.
-        device: that of `device_of`.
-        controller: nothing of it is changed.
-        run_seed: of the hosts, below 2^32; key of all random draws.
-        num_envs: N.
-        repetition: above 0, the same hosts with the same data are trained again: initial weights, the order of the
-            examples and the draws of the controller are others.
-        on_step: called after each control step.
+    With a `repetition` above 0, the same hosts with the same data are trained again: initial weights, the order of the
+    examples and the draws of the controller are others. `on_step` is called after each control step.
 
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError: the controller does not fit, or cannot be run.
@@ -211,7 +203,7 @@ def key_of(
         "settings": {name: value for name, value in plain(config).items() if name not in _IRRELEVANT},
         "host": repr(task.host),
         "instances": repr(task.instances),
-        "data": {name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()} if dataset else {},
+        "data": without_paths(dataset.identity) if dataset else {},
     }
     found: dict[str, Any] = json.loads(json.dumps(key, default=str))
     return found

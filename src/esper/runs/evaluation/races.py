@@ -113,14 +113,10 @@ def raced(
     *,
     every_step: bool = False,
 ) -> Outcome:
-    """The outcome of a race: the candidate that each host keeps, with all that was spent on the host.
+    """The outcome of a race of candidates on the same hosts: what each host keeps, with all that was spent on it.
 
-    Args:
-        name: of the result.
-        outcomes: of the candidates, on the same hosts.
-        weights: of J.
-        rungs: steps in rising order, before the last one.
-        every_step: whether the candidates are measured in every step, and not at the rungs and the end alone.
+    `rungs` are steps in rising order, before the last one. Candidates are measured there and at the end, or in
+    `every_step`.
     """
     curves = Curves.of(outcomes, weights)
     steps = curves.worth.shape[1]
@@ -309,15 +305,7 @@ FORMAT = "esper plans 1"
 
 
 def write_plans(path: Path, plans: Plans, task: str, episode_length: int, found: Mapping[str, object]) -> None:
-    """Write the file atomically.
-
-    Args:
-        path: the file; replaced if it exists.
-        plans: of `best_plans`.
-        task: for which they were found.
-        episode_length: its control steps.
-        found: how they were found: plain values for the reader of the file.
-    """
+    """Write the plans atomically; `found` says in plain values, for the reader of the file, how they were found."""
 
     def tree(plan: RacePlan) -> dict[str, Any]:
         structures = [list(structure.lines) for structure in plan.structures]

@@ -135,11 +135,8 @@ def probability_of_improvement(values: Units, reference: Units) -> Estimate:
 def units_needed(deviation: float, difference: float = MEANINGFUL) -> int:
     """Pairs that a two-sided paired t-test at 5 % needs to detect a true `difference` with a power of 80 %.
 
-    n = ((z_0.975 + z_0.8) s / d)^2 + z_0.975^2 / 2, rounded up, and at least `LEAST_UNITS`.
-
-    Args:
-        deviation: s, standard deviation of the paired differences.
-        difference: d, in the same unit, above 0.
+    n = ((z_0.975 + z_0.8) s / d)^2 + z_0.975^2 / 2, rounded up, and at least `LEAST_UNITS`; s is the standard deviation
+    of the paired differences, d the difference.
     """
     z, z_power = NormalDist().inv_cdf(0.5 + LEVEL / 2.0), NormalDist().inv_cdf(POWER)
     return max(LEAST_UNITS, math.ceil(((z + z_power) * deviation / difference) ** 2 + z**2 / 2.0))
@@ -214,6 +211,12 @@ class ControllerResult:
         return self.training_flops + self.measuring_flops
 
     @property
+    def points_and_growth(self) -> tuple[str, ...]:
+        """Val, test, J test and growth."""
+        points = (self.committed, self.test, self.test_objective)
+        return *(f"{value:.2f}" for value in points), f"{self.growth:.2f}x"
+
+    @property
     def cells(self) -> tuple[str, str]:
         """The difference, with its interval where there are enough units for one, and how often it is above 0."""
         low, high = self.difference.low, self.difference.high
@@ -226,11 +229,7 @@ def results(
 ) -> list[ControllerResult]:
     """The trained controller first, then the strongest constant schedule, then the others by J, best first.
 
-    Args:
-        outcomes: of each controller, one per group of hosts, with equal groups for all of them.
-        weights: of J.
-        objective: of the task.
-        by_run: whether the groups belong to different training runs.
+    There is an outcome of each controller per group of hosts; `by_run`: the groups belong to different training runs.
     """
     hosts = {name: host_figures(found, weights) for name, found in outcomes.items()}
     reference = hosts[TRAINED if TRAINED in outcomes else REFERENCE]

@@ -226,13 +226,7 @@ def compare_rewards(
 ) -> RewardComparison:
     """Compare the controllers of runs that differ in their reward, and in their seed; beside wait_only and `baselines`.
 
-    Args:
-        compare: that of `comparison`, which compares the runs of one reward.
-        configs: as in `compare`.
-        runs: as in `compare`.
-        baselines: as in `compare`.
-        flops: must be None.
-        options: others of `compare`.
+    The arguments are those of `comparison.compare`, which compares the runs of one reward; `flops` must be None.
 
     Raises:
         ConfigError: the rewards were not trained with the same seeds, or a budget is given; and what `compare` raises.

@@ -253,13 +253,7 @@ def passes_of(budget: int, num_envs: int, episode_length: int) -> int:
 
 @final
 class TrainingHosts:
-    """Fresh hosts of the run's own seed, which evaluation never uses.
-
-    Args:
-        config: of the run whose hosts these are.
-        num_envs: N.
-        progress: advances with every control step.
-    """
+    """N fresh hosts of the run's own seed, which evaluation never uses; `progress` advances with each control step."""
 
     def __init__(self, config: RunConfig, num_envs: int, progress: PassProgress | None = None) -> None:
         self.config = config = replace(config, compile="off", num_envs=num_envs)  # many short episodes, no learner
@@ -337,13 +331,7 @@ _FINALISTS = (2, 3)  # schedules, rules
 
 
 def search(config: RunConfig, *, budget: int, num_envs: int, progress: PassProgress | None = None) -> Found:
-    """Search for the best schedule and rule of a task.
-
-    Args:
-        config: task, seed, and weights of J.
-        budget: env-steps.
-        num_envs: hosts that run at once.
-        progress: shows stages and passes.
+    """Search for the best schedule and rule of a task with a `budget` of env-steps; `num_envs` hosts run at once.
 
     Raises:
         ConfigError, DataError: the budget is too small, or the hosts cannot be built.
@@ -426,13 +414,8 @@ def halve(hosts: TrainingHosts, plans: Sequence[Plan], passes: int, keep: int) -
     rung 2     32 plans,  8 hosts each      a quarter survives; every rung has new hosts and costs about the same
     rung 3      8 plans, 32 hosts each
 
-    Returns the results of each rung, best first; the last one has at least `keep` plans, if there are so many.
-
-    Args:
-        hosts: where the plans are measured.
-        plans: more than the passes can measure are left out from the end, so those that matter most come first.
-        passes: the budget.
-        keep: plans whose order the last rung tells.
+    Returns the results of each rung, best first; the last one has at least `keep` plans, if there are so many. Plans
+    that the passes cannot measure are left out from the end, so those that matter most come first.
     """
     rungs = number_of_rungs(len(plans), passes, keep)
     side_by_side = max(hosts.num_envs // LEAST_HOSTS, 1)
@@ -550,11 +533,7 @@ def observed(
 def best_rules(plans: Sequence[Plan], values: np.ndarray, features: Features, count: int) -> list[PlannedRule]:
     """The best rules in hindsight, best first: one for each feature and step, of those that decide alike only one.
 
-    Args:
-        plans: waiting and others, in the order of `values`.
-        values: J [K, H].
-        features: [H] by step and name; those that are missing (NaN) for a host are left out.
-        count: how many rules.
+    `values` is J [K, H] of the plans. Features [H] that are missing (NaN) for a host are left out.
     """
     found: dict[object, tuple[float, PlannedRule]] = {}
     for (step, name), feature in features.items():
@@ -704,15 +683,11 @@ class FoundPlans:
 
     def show(self, folder: Path, console: RunConsole) -> None:
         """Print the best structures, the plans, and where the file is."""
-        page = plain_table("structure", "100·J", "FLOPs", fold=True)
-        for structure, objective, flops in self.tried[:SHOWN]:
-            page.add_row(" + ".join(structure.lines) or "none", f"{objective:.2f}", short(flops))
-        console.print("", page, sep="\n")
-        for name, plans in self.plans.items():
-            page = plain_table(name, "100·J", "FLOPs", fold=True)
-            for plan in plans[:SHOWN]:
-                page.add_row(plan.words, f"{plan.objective:.2f}", short(plan.flops))
-            console.print("", page, sep="\n")
+        pages = {"structure": [(" + ".join(one.lines) or "none", worth, flops) for one, worth, flops in self.tried]}
+        pages |= {name: [(of.words, of.objective, of.flops) for of in plans] for name, plans in self.plans.items()}
+        for name, found in pages.items():
+            rows = [(words, f"{worth:.2f}", short(flops)) for words, worth, flops in found[:SHOWN]]
+            console.print("", plain_table(name, "100·J", "FLOPs", fold=True, rows=rows), sep="\n")
         console.say(
             f"\n100·J: mean over the {self.hosts} training hosts on which the plans were chosen; FLOPs: to train and "
             f"measure a host. The search spent {self.env_steps:,} env-steps and {short(self.flops)} FLOPs."
@@ -724,11 +699,7 @@ class FoundPlans:
 
 @final
 class PlanSearch:
-    """A search for portfolios and halvings.
-
-    Args:
-        config: task, seed, and weights of J.
-        budget: env-steps.
+    """A search for portfolios and halvings with a budget of env-steps.
 
     Raises:
         ConfigError, DataError: the budget is too small, the task has no networks, or its data are missing.
@@ -760,9 +731,7 @@ class PlanSearch:
     def run(self, folder: Path, progress: PassProgress) -> FoundPlans:
         """Train every structure on the same training hosts, and find the races among them.
 
-        Args:
-            folder: keeps the outcome of each structure; a second search continues there.
-            progress: shows stages and passes.
+        `folder` keeps the outcome of each structure; a second search continues there.
         """
         store, weights = OutcomeStore(folder / STRUCTURES), self.config.reward
 

@@ -1,7 +1,7 @@
 """What the commands print about tasks and finished runs, at most 80 columns wide, and the form of all their tables."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import singledispatch
 from io import StringIO
 from pathlib import Path
@@ -21,12 +21,14 @@ Part = str | InjectionPoint
 """Layers in words, or a slot after them."""
 
 
-def plain_table(first: str, *columns: str, fold: bool = False) -> Table:
-    """An empty table without lines, with a first column of words (`fold`: in several lines) and others of numbers."""
+def plain_table(first: str, *columns: str, fold: bool = False, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """A table without lines, with a first column of words (`fold`: in several lines) and others of numbers."""
     page = Table(box=None, padding=(0, 2, 0, 0))
     page.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
     for column in columns:
         page.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        page.add_row(*row)
     return page
 
 

@@ -162,12 +162,8 @@ def grown_of_run(
     if dataset is None:
         raise ExportError(f"task {config.task!r} is scripted and has no networks; export a run of another task.")
     best = None if last or host is not None else read(run / CHECKPOINTS)
-    if best is not None:
-        return _best(config, dataset, device, best, live)
-    return _of_checkpoint(run, config, dataset, device, host, live)
-
-
-def _best(config: RunConfig, dataset: Dataset, device: torch.device, best: BestHost, live: bool) -> GrownNetwork:
+    if best is None:
+        return _of_checkpoint(run, config, dataset, device, host, live)
     engine, task = engine_of_host(config, dataset, device, best), config.task_spec()
     test = float(host_read(engine.test())[0][0]) if best.test is None else best.test
     origin = Origin(round=best.round, host=best.host, objective=best.objective)

@@ -59,15 +59,14 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
     console.say(f"esper: {len(configs)} tasks, {rounds} rounds: {', '.join(config.task for config in configs)}")
     parts = [assemble(config, device, lambda text: None) for config in configs]
     begun, began = len(lines), time.monotonic()
-    requests: list[bool] = []
-    with stop_signals(lambda: requests.append(True)):
+    with stop_signals() as stop:
         for done in range(begun, rounds):
             task = done % len(parts)
             config, engine, client = configs[task], parts[task].engine, parts[task].client
             assert isinstance(client, SimicClient), "a mixture trains a controller"
             client.load_state_dict({**client.state_dict(), **policy, **scales.get(task, {})})
             engine.reset(client, episode=done)
-            stats = engine.rollout(client, should_stop=lambda: bool(requests))
+            stats = engine.rollout(client, should_stop=lambda: bool(stop))
             if stats is None:
                 _write(path, key, policy, scales, lines)
                 return None
@@ -83,16 +82,12 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
             if (done + 1) % every == 0 or done + 1 == rounds:
                 _write(path, key, policy, scales, lines)
     decides = {name: x for name, x in policy.items() if name.startswith(POLICY_PARTS)}
-    write_learned(path / POLICY, decides, _card(configs))
+    first, names = configs[0], [config.task for config in configs]
+    card = {"tasks": names, "rounds": rounds, "hosts": first.num_envs, "seed": first.seed}
+    write_learned(path / POLICY, decides, card)
     with replacing(path / METRICS) as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     return path / POLICY
-
-
-def _card(configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """What a policy was trained on."""
-    first = configs[0]
-    return {"tasks": [of.task for of in configs], "rounds": first.rounds, "hosts": first.num_envs, "seed": first.seed}
 
 
 def _write(

@@ -150,7 +150,7 @@ class Runner:
             directory, listeners, self.engine.spec, self.config.reward, self.client.terms, of_all=self._shown_of_all
         )
         self._saved_at = (start.rounds_done, start.step) if start else None
-        self._stop = False
+        self._asked = set[int]()  # signals to stop
         self._stopping = False  # agreed by all ranks
         self._met = self._until = -1
         self.bytes_of_update = 0
@@ -161,7 +161,7 @@ class Runner:
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
         remaining = range(self.rounds_done, self.config.rounds)
-        with stop_signals(self._request_stop):
+        with stop_signals() as self._asked:
             if self._saved_at is None and self.ranks.group.is_first:
                 params, device = self.engine.executor.host_params, self.engine.spec.device
                 self.records.write_events([events.run_started(self.shape, fingerprint(self.config), params, device)])
@@ -180,9 +180,6 @@ class Runner:
             self._save()
             return None
 
-    def _request_stop(self) -> None:
-        self._stop = True
-
     def _should_stop(self) -> bool:
         """Whether to stop after this step: the same step on all ranks, though they exchange nothing before it.
 
@@ -190,7 +187,7 @@ class Runner:
         furthest, which may be the last one of the round. At the latest they meet there.
         """
         if self.ranks.alone:
-            return self._stop
+            return bool(self._asked)
         group, t, last = self.ranks.group, self.engine.t, self.config.episode_length
         if self._met != self.engine.episode and (t == last or self._stop_asked()):
             steps = group.meet(f"the end of round {self.engine.episode + 1}", t)
@@ -198,7 +195,7 @@ class Runner:
         return self._met == self.engine.episode and self._stopping and t >= self._until
 
     def _stop_asked(self) -> bool:
-        if self._stop:
+        if self._asked:
             self.ranks.group.ask_to_stop()
             return True
         if time.monotonic() < self._asked_at:
@@ -221,7 +218,7 @@ class Runner:
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         self.records.flush()
         own = stats
-        all_stats, stop = zip(*self.ranks.group.gathered((stats, self._stop)), strict=True)
+        all_stats, stop = zip(*self.ranks.group.gathered((stats, bool(self._asked))), strict=True)
         stats, self._stopping = stats_of_all(all_stats), self._stopping or any(stop)
         self._gather_events()
         update = time.monotonic() - self._began - stats.cost.seconds
@@ -402,10 +399,7 @@ def _directory(path: Path, open_first: Callable[[], RunDirectory]) -> RunDirecto
 def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
     """Continue the run in the directory `path`. Returns its summary, or None if it was stopped.
 
-    Args:
-        config: that of the run, with changes of what may be changed (`run_config.CHANGEABLE`).
-        path: the run directory.
-        console: receives the lines.
+    `config` is that of the run, with changes of what may be changed (`run_config.CHANGEABLE`).
 
     Raises:
         CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.

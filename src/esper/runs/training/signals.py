@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -15,18 +15,18 @@ _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at o
 
 
 @contextmanager
-def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """Each of `STOPS` calls `request_stop`; the same one again raises KeyboardInterrupt where the program is.
+def stop_signals() -> Iterator[set[int]]:
+    """Those of `STOPS` that have come so far; the same one again raises KeyboardInterrupt where the program is.
 
     Where SIGHUP is ignored, as with nohup, it stays so. A launcher that got Ctrl-C, as its processes did, sends them
     SIGTERM besides.
 
     Signals reach the main thread alone: a run in another thread leaves them to it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     requested = set[int]()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested
+        return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number in requested:
@@ -35,12 +35,11 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
             with suppress(OSError):  # of a terminal that was closed
                 os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
         requested.add(number)
-        request_stop()
 
     caught = [at for at in STOPS if at != signal.SIGHUP or signal.getsignal(at) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in caught}
     try:
-        yield
+        yield requested
     finally:
         for number, old in before.items():
             signal.signal(number, old)

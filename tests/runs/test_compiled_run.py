@@ -16,7 +16,7 @@ def test_a_compiled_run_is_that_of_an_eager_one_up_to_rounding_and_can_be_interr
     assert train(eager) == 0
     assert "compiling" not in capfd.readouterr().out
     assert train(whole, "null", 3, *COMPILED) == 0
-    assert "compiling (half a minute" in capfd.readouterr().out
+    assert "compiling (a minute or more" in capfd.readouterr().out
     first, expected = (records(run)["metrics.jsonl"][0] for run in (whole, eager))
     for name in ("objective_mean", "live_accuracy_mean", "committed_accuracy_mean", "shaped_return"):
         assert first[name] == pytest.approx(expected[name], rel=1e-5), name

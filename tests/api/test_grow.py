@@ -1,8 +1,10 @@
 """esper.grow: who decides, what is kept, and how it can be read."""
 
+import copy
 import functools
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -123,6 +125,9 @@ def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
     x, _ = images()
     assert torch.equal(again.module(x), grown.module(x))
     assert again.timeline == grown.timeline
+    assert [copy.deepcopy(grown).timeline.unit, pickle.loads(pickle.dumps(grown.timeline)).unit] == [
+        task.spec.objective.unit
+    ] * 2
     assert (again.points, again.test_points, again.num_params) == (grown.points, grown.test_points, grown.num_params)
     with pytest.raises(ExportError, match=r"esper.load its task"):
         esper.load(tmp_path / "grown")
@@ -267,6 +272,7 @@ def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_
 # -- what is printed, and what is never chosen ------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:training targets are")
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_the_r2_that_is_printed_is_that_of_scikit_learn_on_the_split_that_it_is_named_after(outputs):
     x, y = (torch.from_numpy(values).float() for values in load_diabetes(return_X_y=True))

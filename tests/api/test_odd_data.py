@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,8 @@ AS_THEY_ARE = {
     "a mask that masks nothing": of(lambda x: np.ma.masked_greater(x.numpy(), 1e9)),
     "with a gradient": of(lambda x: x.clone().requires_grad_()),
     "labels of uint8": {"train": (X, Y.to(torch.uint8))},
+    "tables of pandas": of(lambda x: pandas.DataFrame(x.numpy())),
+    "a column of pandas": {"train": (X, pandas.Series(Y.numpy()))},
     "labels of int32": {"train": (X, Y.int().numpy())},
 }
 

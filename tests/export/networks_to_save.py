@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from esper.export.grown import Description, GrownSeed, plain
 from esper.export.network import GrownNetwork
 from esper.kasmina.hosts.module_host import ModuleHostSpec
+from esper.kasmina.hosts.weights import Copies
 from esper.kasmina.parameters.initialization import deterministic_build
 from user_networks import Padded, Sensors
 
@@ -110,24 +111,28 @@ def inner(width: int) -> type[nn.Module]:
     return Inner
 
 
+WIDTH = [8]
+
+
 def _without_source(body: str) -> type[nn.Module]:
-    names = {"nn": nn, "torch": torch, "F": F, "__name__": "__main__"}
+    names = {"nn": nn, "torch": torch, "F": F, "WIDTH": WIDTH, "__name__": "__main__"}
     code = (
         "class Nowhere(nn.Module):\n"
         " def __init__(self):\n"
         "  super().__init__()\n"
-        "  self.a, self.o = nn.Linear(6, 8), nn.Linear(8, 3)\n"
+        "  self.a, self.o = nn.Linear(6, WIDTH[0]), nn.Linear(WIDTH[0], 3)\n"
         f" def forward(self, x):\n  {body}\n"
     )
     exec(code, names)
     return names["Nowhere"]
 
 
-NO_SOURCE = _without_source("return self.o(self.a(x))")
+NO_SOURCE = CHANGED = _without_source("return self.o(self.a(x))")
 CRASHES = _without_source(
     "import os, signal\n  if torch.compiler.is_exporting(): os.kill(os.getpid(), signal.SIGSEGV)\n"
     "  return self.o(self.a(x))"
 )
+PARAMETRIZED = Copies(Normed())
 CASES = {
     "sequential": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), ["0"], VECTORS, "mlp"),
     "config": (partial(WithConfig, CONFIG), ["a"], VECTORS, "attention"),

@@ -110,8 +110,10 @@ import json, sys
 import torch
 import networks_to_save as nets
 notes, calls = {}, []
-for name in ("NO_SOURCE", "CRASHES"):
+for name in ("NO_SOURCE", "CRASHES", "CHANGED", "PARAMETRIZED"):
     network = nets.network_of(getattr(nets, name), ["a"], nets.VECTORS, "mlp")
+    if name == "CHANGED":
+        nets.WIDTH[0] = 32  # what it builds from now on
     notes[name] = network.save(name).notes
     with torch.no_grad():
         calls.append((name, nets.VECTORS, network.module(nets.VECTORS)))
@@ -130,6 +132,8 @@ def test_where_the_source_is_not_to_be_had_a_program_or_a_pickle_takes_its_place
     for name, file, why in (
         ("NO_SOURCE", "model.pt2", "no source file"),
         ("CRASHES", "model.pkl", "killed by signal 11"),
+        ("CHANGED", "model.pt2", "size mismatch"),
+        ("PARAMETRIZED", "model.pt2", "Serialization of parametrized modules"),
     ):
         assert {path.name for path in (tmp_path / name).iterdir()} == {"model.json", "model.safetensors", file}
         (note,) = notes[name]
@@ -202,6 +206,31 @@ def test_a_program_and_an_onnx_file_take_batches_of_any_size(network_of, unshuff
         session = onnxruntime.InferenceSession(tmp_path / "grown" / "model.onnx", providers=["CPUExecutionProvider"])
         (found,) = session.run(["outputs"], {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), network.module(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Named(nn.Module):
+    """Called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, *, left: Tensor, right: Tensor) -> Tensor:
+        return self.o(self.a(torch.cat([left, right], dim=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of exporters; `checking` runs in a process of its own
+def test_a_network_that_is_called_by_keyword_takes_batches_of_any_size(tmp_path):
+    given = {"left": nets.VECTORS[:5, :2], "right": nets.VECTORS[:5, 2:]}
+    model = Named().eval()
+    examples = [
+        ((), {name: x[:n] for name, x in given.items()}, [model(**{k: x[:n] for k, x in given.items()})])
+        for n in (5, 1)
+    ]
+    assert checking.save_program(model, examples, tmp_path / "model.pt2") == []
+    if HAS_ONNX:
+        assert checking.save_onnx(model, examples, tmp_path / "model.onnx") == []
 
 
 class Sized(nn.Module):

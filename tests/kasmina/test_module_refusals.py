@@ -67,6 +67,22 @@ class Remembering(network()):
         return self.b(self.last + self.a(x))
 
 
+class Annealed(network()):
+    """Goes another way after twenty passes."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return self.b(self.a(x)) if self.passes < 20 else self.b(x)
+
+
+def hooked(register: str) -> nn.Module:
+    net = network()()
+    getattr(net.b.weight, register)(lambda grad: None)
+    return net
+
+
 class Late(network()):
     """Registers a parameter in training."""
 
@@ -205,6 +221,9 @@ REFUSED: list[tuple[object, ...]] = [  # what is said, the model, its slots (a),
     *((OWN_GENERATOR, noisy(of, evaluation=evaluation)) for evaluation in (False, True)
       for of in (torch.Generator().manual_seed(0), np.random.default_rng(0))),
     ("keeps something beside its buffers", Remembering),
+    ("attribute 'passes' of Annealed changes in every forward pass", Annealed),
+    *(("parameter 'b.weight' of Own has a gradient hook", partial(hooked, register))
+      for register in ("register_hook", "register_post_accumulate_grad_hook")),
     # weights and buffers
     ("'a.weight' of Sequential is the same memory in two calls", lambda: named(a=BACKBONE)),
     (r"'body.0.weight' of MLP is the same memory", lambda: SHARED, ["body.0"]),
@@ -256,6 +275,14 @@ def test_activation_checkpointing_is_refused_where_it_computes_a_slot_or_dropout
         with pytest.raises(ConfigError, match=f"torch.utils.checkpoint.* computes '{path}' again"):
             ModuleHostSpec.of(model, ["a"], VECTORS)
     ModuleHostSpec.of(network(around(lambda net: net.c), c=linear), ["a"], VECTORS)
+
+
+def test_what_a_first_pass_sets_alone_may_be_an_attribute():
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        net.length = len(x[0])  # as a cache of positions does
+        return net.b(net.a(x))
+
+    ModuleHostSpec.of(network(forward), ["a"], VECTORS)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -139,6 +141,16 @@ def test_local_generators_are_equal_where_their_address_is_and_leave_the_global_
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_threads_that_seed_the_generators_wait_for_each_other():
+    def drawn(seed: int) -> list[float]:
+        with seeded_generators(seed):
+            return [(time.sleep(1e-3), torch.rand(()).item())[1] for _ in range(20)]
+
+    alone = [drawn(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(drawn, range(4))) == alone
 
 
 DRAWS = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": lambda: float(np.random.rand())}

@@ -109,6 +109,8 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
+_FAR = 30.0
+"""Mean absolute value of targets that a network reaches in some hundred steps."""
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""
 
@@ -497,6 +499,13 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
                     f"the variance of the training targets is {variance}, expected {LEAST} to {MOST}; give targets "
                     "that differ, and scale them: (y - y.mean(0)) / y.std(0)."
                 )
+            far = float(y.double().abs().mean())
+            if far > _FAR:
+                warnings.warn(
+                    f"training targets are {far:.3g} away from 0 in the mean, and a network begins near 0; scale them, "
+                    "or it needs many steps to get there: (y - y.mean(0)) / y.std(0).",
+                    stacklevel=5,
+                )
             return MeanSquaredError(variance=variance)
     elif shape == () and len(outputs) == 1 and outputs[0] > 1:
         return Classification(outputs[0])
@@ -508,7 +517,10 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
     elif shape == () and len(outputs) == 1 and y.is_floating_point():
         out = "classes as integers, y.long(); or "
     elif len(outputs) > 2 and shape == outputs[1:]:
-        out = "loss=nn.CrossEntropyLoss() and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
+        loss = "nn.CrossEntropyLoss()"
+        if (y < 0).any():
+            loss = "lambda o, y: F.cross_entropy(o, y, ignore_index=-1, reduction='none').mean((1, 2))"
+        out = f"loss={loss} and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
     raise ConfigError(
         f"targets {list(shape)} of {y.dtype} for each example do not fit the outputs {list(outputs)} of the network; "
         f"give {out}classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the "

@@ -51,6 +51,7 @@ from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import flat
 from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation.tables import counted, short
 from esper.runs.leaderboard import Candidate, Entry, Leaderboard
@@ -863,11 +864,10 @@ class Growth:
                 f"{file} has batches of {found.batch} examples, but those of the task have {most}; remove it "
                 "to begin again."
             )
-        if found.key != self.key:
-            raise CheckpointError(
-                f"{file} belongs to a growth with other settings, data or budget; give the same ones, or name another "
-                "file."
-            )
+        was, now = flat(found.key), flat(self.key)
+        if changed := [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]:
+            known = "; ".join(f"{name} {was.get(name)}, here {now.get(name)}" for name in changed[:3])
+            raise CheckpointError(f"{file} belongs to another growth ({known}); give the same, or name another file.")
         for name in vars(found).keys() - {"key"}:
             setattr(self, name, getattr(found, name))
         self._prices = Prices(self._task(self._config), self._dataset, self._engine)

@@ -134,7 +134,10 @@ class Leaderboard:
         more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
         kept = self.entries[self.chosen]
         if self.steps < len(kept.val):
-            more += f"Kept is step {self.steps} of {len(kept.val)}, where the last one has {kept.score:.2f}.\n"
+            more += (
+                f"What is kept is the network of step {self.steps} of {len(kept.val)} (spent counts them all); that of "
+                f"the last step has {kept.score:.2f}.\n"
+            )
         if self.guessing is not None and self.val <= self.guessing:
             more += (
                 f"No candidate is better than one answer for all examples, which has {self.guessing:.2f}: allow more "

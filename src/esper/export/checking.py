@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,12 +66,9 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> str | None:
 def load(kind: str, folder: Path, path: Path) -> Any:  # noqa: ANN401 -- a module or a program
     """What is in a file: the network of model.py or model.pkl with the weights in `folder`, or a program."""
     if kind == "model.py":
-        spec = importlib.util.spec_from_file_location("grown_model", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look there
-        spec.loader.exec_module(module)
+        module = sys.modules["grown_model"] = ModuleType("grown_model")  # dataclasses look there
+        module.__file__ = str(path)
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))  # an import would leave __pycache__
         return module.load_model(folder)
     if kind == "model.pt2":
         return torch.export.load(path).module()

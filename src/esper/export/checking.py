@@ -130,7 +130,7 @@ def _with_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not kwargs or not all(name.isidentifier() for name in kwargs):
         return model
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return self.model(*args, **kwargs)
 
     names = ["self", *(f"x{i}" for i in range(len(args))), *kwargs]

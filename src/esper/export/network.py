@@ -182,7 +182,8 @@ def _whole(plain: Plain) -> bytes:
     module = plain.module
     if any(map(parametrize.is_parametrized, module.modules())):  # such layers refuse it
         module = copy.deepcopy(module)
-        for layer in [layer for layer in module.modules() if parametrize.is_parametrized(layer)]:
+        layers: list[Any] = [layer for layer in module.modules() if parametrize.is_parametrized(layer)]
+        for layer in layers:
             # not remove_parametrizations, which would change the class, and with it the network that was copied
             values = {name: getattr(layer, name).detach() for name in layer.parametrizations}
             layer.__class__ = parametrize.type_before_parametrizations(layer)

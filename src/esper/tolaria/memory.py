@@ -159,7 +159,7 @@ def _everywhere_largest(population: Population) -> Structure:
     """One host with the largest seed in every slot, trained and active."""
     sizes: dict[int, tuple[int, int]] = {}
     for (channels, index), kind in population.seed_kinds.items():
-        sizes[channels] = max(sizes.get(channels, (0, 0)), (kind.template.parameters.num_params, index))
+        sizes[channels] = max(sizes.get(channels, (0, 0)), (kind.start.parameters.num_params, index))
     empty = empty_structure(1, population.num_slots)
     everywhere = np.ones((1, population.num_slots), dtype=np.bool_)
     stage = np.full_like(empty.stage, SeedStage.HOLDING)

@@ -157,8 +157,8 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_rare_branch_of_a_constructor_is_taken_by_the_hosts_that_draw_it(draw):
     kind = host_like_kind(lambda: Rare(draw))
-    assert kind.rebuilt
-    assert kind.table.rebuilt[:4].all()
+    assert kind.start.rebuilt
+    assert kind.start.table.rebuilt[:4].all()
     params, _ = kind.rebuild(list(range(100)))
     silent = int((params[:, :4] == 0.0).all(dim=1).sum())
     assert 25 <= silent <= 55  # 40 are expected, with a standard deviation of 4.9

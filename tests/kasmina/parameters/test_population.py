@@ -54,7 +54,7 @@ def test_the_weights_of_a_host_are_the_draws_of_its_own_number_and_episode(hosts
     length = kind.template.parameters.total
     drawn = words(5, Stream.HOST_INIT, torch.tensor([[2]]), episode=EPISODE, block=torch.arange(-(-length // 4))[None])
     u = to_uniform(drawn.reshape(-1)[:length])
-    assert torch.equal(hosts.host.params[2], kind.table.centre + kind.table.spread * (2.0 * u - 1.0))
+    assert torch.equal(hosts.host.params[2], kind.start.table.centre + kind.start.table.spread * (2.0 * u - 1.0))
     assert not torch.equal(hosts.host.params[0], hosts.host.params[1])
     before = hosts.host.params.clone()
     hosts.reset(EPISODE + 1)
@@ -105,7 +105,7 @@ def test_a_gate_shares_no_numbers_with_its_seed(hosts):
     kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
     uniforms = []
     for kind, flat in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
-        row, bound = flat.params[0, : kind.template.parameters.total], kind.table.spread
+        row, bound = flat.params[0, : kind.template.parameters.total], kind.start.table.spread
         uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
     of_seed, of_gate = uniforms
     assert len(of_gate) > 40

@@ -10,7 +10,8 @@ rows (`TrainingCopy`), so that an optimizer step costs no more than the trained 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from esper.kasmina.parameters.initialization import (
     init_table,
 )
 from esper.kasmina.parameters.layout import (
+    FlatLayout,
     Template,
     buffer_layout,
     check_shared,
@@ -170,25 +172,42 @@ def prepared(module: nn.Module) -> nn.Module:
     return with_keyed_dropout(holder[0])
 
 
-@final
-@dataclass(frozen=True)
-class Kind:
-    """Modules with the same layout; `source` is the blueprint or class that `build` builds.
+class Start(NamedTuple):
+    """How modules of a kind start: as `table` and `buffers` say, in rows of these layouts.
 
-    They start as `table` and `buffers` say; `rebuilt`: some weights come from a module built for each host.
+    `rebuilt`: some weights come from a module built for each host.
     """
 
-    name: str
-    template: Template
-    build: Build
-    source: object
     table: InitTable
     buffers: Float[Tensor, " Q"]
     rebuilt: bool
+    parameters: FlatLayout
+    buffer_layout: FlatLayout
+
+
+@final
+@dataclass(eq=False)
+class Kind:
+    """Modules with the same layout; `source` is the blueprint or class that `build` builds.
+
+    `global_rng`: they draw from the global generators.
+    """
+
+    name: str
+    build: Build
+    source: object
+    start: Start
+    device: torch.device
+    global_rng: bool = False
+
+    @cached_property
+    def template(self) -> Template:
+        """What runs on rows. It is this kind's own, because an executor may change it, and built when it is needed."""
+        return Template(deterministic_build(self.build).to(self.device), global_rng=self.global_rng)
 
     def new_template(self) -> Template:
         """A template of its own, on the CPU, whose weights are not used."""
-        return Template(deterministic_build(self.build), global_rng=self.template.global_rng)
+        return Template(deterministic_build(self.build), global_rng=self.global_rng)
 
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
         """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
@@ -204,8 +223,8 @@ class Kind:
                     f"{type(module).__name__} draws its architecture at random: its layers differ between two hosts. "
                     "All hosts share one architecture; let the constructor draw weights alone."
                 )
-            params.append(self.template.parameters.pack(dict(module.named_parameters())))
-            buffers.append(self.template.buffers.pack(dict(module.named_buffers())))
+            params.append(self.start.parameters.pack(dict(module.named_parameters())))
+            buffers.append(self.start.buffer_layout.pack(dict(module.named_buffers())))
         return torch.stack(params), torch.stack(buffers)
 
 
@@ -226,8 +245,9 @@ def host_kind(host: Host, device: torch.device) -> Kind:
 
     builds = build_twice(build)
     check_shared(builds.module, builds.other)
-    template = Template(prepared(host).to(device), global_rng=host.global_rng)
-    return _kind("host", template, build, type(host), _start(builds, {}), device)
+    kind = _kind("host", build, type(host), _start(builds, {}), device, global_rng=host.global_rng)
+    kind.template = Template(prepared(host).to(device), global_rng=host.global_rng)
+    return kind
 
 
 def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
@@ -237,7 +257,7 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
         return GateNetwork(channels, causal)
 
     start = once(GateNetwork, (channels,), f"start {causal}", lambda: _start(build_twice(build), {}))
-    return _kind("gate", Template(deterministic_build(build).to(device)), build, GateNetwork, start, device)
+    return _kind("causal gate" if causal else "gate", build, GateNetwork, start, device)
 
 
 def seed_kind(
@@ -252,24 +272,20 @@ def seed_kind(
     def build() -> nn.Module:
         return prepared(blueprint.build(channels))
 
-    def find() -> tuple[_Start, bool]:
+    def find() -> tuple[Start, bool]:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
         return _start(builds, blueprint.init), _check_seed(blueprint.name, build, features, rows)
 
     start, global_rng = once(blueprint, features, f"start {rows}", find)
-    template = Template(deterministic_build(build).to(device), global_rng=global_rng)
-    return _kind(blueprint.name, template, build, blueprint, start, device)
+    return _kind(blueprint.name, build, blueprint, start, device, global_rng=global_rng)
 
 
-_Start = tuple[InitTable, Tensor, bool]
-"""Initial weights and buffers of a kind, and whether some come from a module built for each host."""
-
-
-def _kind(name: str, template: Template, build: Build, source: object, start: _Start, device: torch.device) -> Kind:
-    """A kind whose template is its own, because an executor may change it."""
-    table, buffers, rebuilt = start
-    return Kind(name, template, build, source, tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt)
+def _kind(
+    name: str, build: Build, source: object, start: Start, device: torch.device, *, global_rng: bool = False
+) -> Kind:
+    there = start._replace(table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
+    return Kind(name, build, source, there, device, global_rng)
 
 
 def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
@@ -329,7 +345,8 @@ def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
     """Outputs of a new host without seeds in train mode, for inputs on the CPU; notes whether it draws."""
     with torch.no_grad():
         outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
-    kind.template.global_rng |= draws
+    kind.global_rng |= draws
+    kind.template.global_rng = kind.global_rng
     return outputs
 
 
@@ -395,9 +412,10 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
         return outputs, used()
 
 
-def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
+def _start(builds: Builds, init: Mapping[str, float]) -> Start:
     module, others = builds.module, dict(builds.other.named_buffers())
-    table, layout = init_table(builds, parameter_layout(module), init), buffer_layout(module)
+    parameters, layout = parameter_layout(module), buffer_layout(module)
+    table = init_table(builds, parameters, init)
     values = dict(module.named_buffers())
     drawn = [name for name, value in values.items() if not torch.equal(value, others[name])]
     for name in drawn:
@@ -407,7 +425,8 @@ def _start(builds: Builds, init: Mapping[str, float]) -> _Start:
                 "it; draw it from a generator with a fixed seed."
             )
     buffers = layout.pack({spec.name: values[spec.name] for spec in layout.tensors})
-    return table, buffers, bool(drawn) or builds.hidden or bool(table.rebuilt.any())
+    rebuilt = bool(drawn) or builds.hidden or bool(table.rebuilt.any())
+    return Start(table, buffers, rebuilt, parameters, layout)
 
 
 def _flops_of(kind: Kind, features: Features, batch: int) -> int:
@@ -418,6 +437,11 @@ def _flops_of(kind: Kind, features: Features, batch: int) -> int:
         return flops_of_example(lambda h: _run_once(module, h), torch.zeros(2, *features), batch)
 
     return once(kind.source, features, f"flops {batch}", find)
+
+
+def _layers_of(kind: Kind, channels: int) -> tuple[float, ...]:
+    """`kinds_of` a seed."""
+    return once(kind.source, (channels,), "layers", lambda: tuple(kinds_of(deterministic_build(kind.build), channels)))
 
 
 GATE_BLOCK = 2**31
@@ -503,7 +527,7 @@ class Population:
 
     def _rows_for(self, rows: int, kinds: Iterable[Kind]) -> FlatParameters:
         """Rows that can hold any of these kinds."""
-        totals = [(kind.template.parameters.total, kind.template.buffers.total) for kind in kinds]
+        totals = [(kind.start.parameters.total, kind.start.buffer_layout.total) for kind in kinds]
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
         return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
@@ -520,8 +544,8 @@ class Population:
             for index in (index for channels, index in self.seed_kinds if channels == point.channels):
                 kind = self.seed_kinds[point.channels, index]
                 selectable[index] = True
-                params[s, index] = kind.template.parameters.num_params
-                kinds[s, index] = torch.tensor(kinds_of(kind.template.module, point.channels))
+                params[s, index] = kind.start.parameters.num_params
+                kinds[s, index] = torch.tensor(_layers_of(kind, point.channels))
                 flops_[s, index] = _flops_of(kind, self._shapes[point.slot_id], batch)
         gates = [self.gate_kinds[point.channels] for point in self.points]
         of_gates = [
@@ -534,7 +558,7 @@ class Population:
         )  # fmt: skip
         costs = SeedCosts(
             seed_params=params,
-            gate_params=torch.tensor([gate.template.parameters.num_params for gate in gates]),
+            gate_params=torch.tensor([gate.start.parameters.num_params for gate in gates]),
             seed_flops=flops_,
             gate_flops=torch.tensor(of_gates),
             host_flops=torch.tensor(of_host),
@@ -585,12 +609,12 @@ class Population:
     ) -> tuple[Tensor, Tensor]:
         """Parameters and buffers of new modules of some hosts (row numbers)."""
         numbers = self.host_ids[self.index(hosts)]
-        params = fresh_rows(kind.table, self.run_seed, stream, numbers, **key, first_block=first_block)
-        buffers = kind.buffers.expand(len(hosts), -1)
-        if kind.rebuilt:
+        params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
+        buffers = kind.start.buffers.expand(len(hosts), -1)
+        if kind.start.rebuilt:
             on_cpu = self._numbers[torch.from_numpy(hosts)]
             built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, on_cpu, **key, block=REBUILD_BLOCK))
-            params = torch.where(kind.table.rebuilt, built.to(self.device), params)
+            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
         return params, buffers.to(self.device)
 
     def release(self, gone: np.ndarray) -> None:

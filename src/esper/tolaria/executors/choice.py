@@ -138,7 +138,7 @@ def _host_data(
 def prefers_fused(data: HostData) -> bool:
     """Whether "auto" prefers the fused executor over the streamed one, which alone seeds global generators."""
     kinds = (data.population.host_kind, *data.population.seed_kinds.values())
-    if any(kind.template.global_rng for kind in kinds):
+    if any(kind.global_rng for kind in kinds):
         return False
     return data.population.device.type != "cpu" or data.largest_batch_bytes <= _FUSED_BYTES_ON_CPU
 
@@ -150,7 +150,7 @@ def native_problem(data: HostData) -> str | None:
         return f"the device is {device}, and compiled C++ runs on a CPU; {out}"
     if dtype is not None:
         return f"hosts are trained in {dtype}, and compiled C++ computes in float32; set amp to 'off', or {out}"
-    if data.population.host_kind.template.global_rng:
+    if data.population.host_kind.global_rng:
         return f"the host draws from the global random generators, which compiled C++ has not; {out}"
     return None
 

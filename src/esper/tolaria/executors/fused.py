@@ -70,7 +70,7 @@ class StackedModules:
     def __init__(self, population: Population, examples: Tensor) -> None:
         device, host = population.device, population.host_kind
         for kind in (host, *population.seed_kinds.values()):
-            if kind.template.global_rng:
+            if kind.global_rng:
                 of = "the host" if kind is host else f"blueprint {kind.name!r}"
                 raise StackingError(
                     f"{of} draws from the global random generators in its forward pass, which are seeded for one host "
@@ -103,7 +103,7 @@ def _stacked(kind: Kind, shapes: tuple[Features, ...], device: torch.device) -> 
         for shape in shapes
     ]
     stack = vmapped if vmapped in ways else ways[0]  # what one shape needs works for the others
-    return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)
+    return StackedTemplate(stack(module).to(device), kind.start.parameters, kind.start.buffer_layout)
 
 
 class BlendSlice(NamedTuple):

@@ -110,7 +110,7 @@ class HostData:
         self.objectives: dict[SplitName, Objective] = {"val": of_split(self._measured_by, self._val.data.y)}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
-        layout = population.host_kind.template.parameters
+        layout = population.host_kind.start.parameters
         self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
         fits = p.host_module.any_layout and p.device.type == "cpu"
         self._channels_last = fits and runs_channels_last(p.host_kind, examples(dataset, 2)[0])

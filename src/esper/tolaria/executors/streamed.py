@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.parameters.dropout import Draws
-from esper.kasmina.parameters.population import Population, TrainingCopy
+from esper.kasmina.parameters.population import TrainingCopy
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator
@@ -101,7 +101,7 @@ def train_function(
     draws, index = {n: p.host_draws(slice(n, n + 1)) for n in some}, p.index(np.array(some))
     seeds = running_seeds(p, data.structure, alpha, rows)
     streams, buffers = host_streams(p.num_envs, p.device), p.host.buffers.unbind()
-    _set_mode(p, training=True)
+    template.train(True)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
         for working in (hosts, rows.seeds, rows.gates):
@@ -149,7 +149,7 @@ def sum_scores(
     weight = torch.zeros_like(loss)
     streams = host_streams(p.num_envs, p.device)
     draws = {n: p.host_draws(slice(n, n + 1), trains=False) for n in plans}
-    _set_mode(p, training=False)
+    p.host_kind.template.train(False)
     for x, y in batches if plans else ():
         streams.fork()
         for n, plan in plans.items():
@@ -195,11 +195,6 @@ def _state_outputs(
     with data.scaler.autocast():
         outputs: Tensor = template(x if plan.shared else x.repeat(plan.num_first, *(1,) * (x.dim() - 1)), apply)
     return outputs.float()
-
-
-def _set_mode(population: Population, *, training: bool) -> None:
-    for kind in (population.host_kind, *population.seed_kinds.values()):
-        kind.template.train(training)
 
 
 _MAX_STREAMS = 32

@@ -132,8 +132,8 @@ def begin_training(population: Population, structure: Structure) -> TrainedRows:
     blueprints = structure.blueprint[hosts, slots].tolist()
     seed_kinds = [population.seed_kinds[c, b] for c, b in zip(channels, blueprints, strict=True)]
     gate_kinds = [population.gate_kinds[channels[i]] for i in gate_of]
-    seed_widths = [kind.template.parameters.total for kind in seed_kinds]
-    gate_widths = [kind.template.parameters.total for kind in gate_kinds]
+    seed_widths = [kind.start.parameters.total for kind in seed_kinds]
+    gate_widths = [kind.start.parameters.total for kind in gate_kinds]
     return TrainedRows(
         seed_host=hosts,
         seed_slot=slots,
@@ -168,6 +168,7 @@ def running_seeds(
     for n, s in zip(*np.nonzero(runs), strict=True):
         point = population.points[s]
         kind = population.seed_kinds[point.channels, int(structure.blueprint[n, s])]
+        kind.template.train(rows is not None)
         algorithm = Algorithm(int(structure.algorithm[n, s]))
         flat = n * population.num_slots + s
         gate = None
@@ -223,17 +224,17 @@ def gradient_statistics(
         channels = population.points[rows.seed_slot[i]].channels
         alike.setdefault((channels, int(blueprint[i]), bool(gate_row[i] >= 0)), []).append(i)
     for (channels, index, gated), some in alike.items():
-        chosen, layout = np.array(some), population.seed_kinds[channels, index].template.parameters
+        chosen, layout = np.array(some), population.seed_kinds[channels, index].start.parameters
         norms = tensor_norms(rows.seeds.grad[population.index(chosen)], layout)
         num_params = layout.num_params
         if gated:
-            gate_layout = population.gate_kinds[channels].template.parameters
+            gate_layout = population.gate_kinds[channels].start.parameters
             grad = rows.gates.grad[population.index(gate_row[chosen])]
             norms = torch.cat((norms, tensor_norms(grad, gate_layout)), dim=1)
             num_params += gate_layout.num_params
         place = (population.index(rows.seed_host[chosen]), population.index(rows.seed_slot[chosen]))
         norm_R = host_norm[place[0]]
-        rms_R = norm_R / population.host_kind.template.parameters.num_params**0.5
+        rms_R = norm_R / population.host_kind.start.parameters.num_params**0.5
         judged = judge(norms, num_params**0.5, norm_R, rms_R, population.optimizer_spec.grad_clip)
         for name, value in vars(judged).items():
             getattr(out, name)[place] = value

@@ -199,11 +199,10 @@ class Networks:
                     try:
                         self._seeds[point.slot_id, index] = _known(kind, h)
                     except NoRuleError as error:
-                        self.refused[kind.name], template = str(error), kind.template
+                        self.refused[kind.name] = str(error)
                         nothing = fx.Graph()  # PyTorch runs it; its optimizer step is a program
-                        self._seeds[point.slot_id, index] = Graphs(
-                            nothing, nothing, template.parameters, template.buffers
-                        )
+                        layouts = kind.start.parameters, kind.start.buffer_layout
+                        self._seeds[point.slot_id, index] = Graphs(nothing, nothing, *layouts)
         refused = [i for _, i in p.seed_kinds if registry.blueprint_at(i, p.family).name in self.refused]
         self._runnable = [NOTHING, *(i for _, i in p.seed_kinds if i not in refused)]
         self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
@@ -379,9 +378,7 @@ def _known(kind: Kind, h: Tensor) -> Graphs:
         except NoRuleError as error:
             return error
 
-    # gates of one class differ by whether they see later tokens
-    which = f"graphs {getattr(kind.template.module, 'causal', None)}"
-    found = once(kind.source, (kind.template.parameters.total, *h.shape), which, find)
+    found = once(kind.source, (kind.start.parameters.total, *h.shape), f"graphs of a {kind.name}", find)
     if isinstance(found, NoRuleError):
         raise found
     return found

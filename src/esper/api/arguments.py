@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from esper.leyline.errors import ConfigError, in_a_sentence, nearest
+from esper.leyline.errors import ConfigError, in_a_sentence, nearest, refusing_exit
 from esper.runs.assembly.run_config import RunConfig
 from esper.tasks.datasets.arrays import Examples
 
@@ -51,7 +51,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 if not _fits(one, kind := kinds().get(key, Any)):
                     raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {_expected(kind)}.")
             bound.arguments[key] = tuple(plain) if several else plain[0]
-        with in_a_sentence():
+        with in_a_sentence(), refusing_exit():
             return function(*bound.args, **bound.kwargs)
 
     return call

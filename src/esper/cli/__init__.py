@@ -22,7 +22,7 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_f
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Mcp, Serve, mcp, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import ConfigError, EsperError, Stopped, in_a_sentence, read_in_a_shell
+from esper.leyline.errors import ConfigError, EsperError, Stopped, in_a_sentence, read_in_a_shell, refusing_exit
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -95,7 +95,9 @@ def _run(given: list[str]) -> int:
             if name not in _OF_RANKS and os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ:
                 raise ConfigError(f"esper {name} works in one process; start it without torchrun.")
             config = (tyro.conf.DisallowNone,)
-            return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
+            command = tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config)
+            with refusing_exit():
+                return run(command)
     except EsperError as error:
         if getattr(error, "is_printed", os.environ.get("LOCAL_RANK", "0") != "0"):  # by another rank
             return EXIT_ERROR

@@ -103,6 +103,20 @@ def in_a_sentence() -> Iterator[None]:
 
 
 @contextmanager
+def refusing_exit() -> Iterator[None]:
+    """An exit inside, of code of the user's, becomes a ConfigError: it would end the program as if all were done."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error, Stopped):
+            raise
+        raise ConfigError(
+            f"code of yours ended the program (sys.exit or SystemExit, {error.code!r}), so nothing was finished; let "
+            "it raise another exception, or return."
+        ) from error
+
+
+@contextmanager
 def refusing(kind: type[EsperError], what: str, way: str) -> Iterator[None]:
     """What the operating system refuses inside becomes an error of this kind: "WHAT (reason); WAY."."""
     try:
@@ -123,6 +137,11 @@ def importing(needs: str, extra: str, instead: str = "", kind: type[EsperError] 
 
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "std::bad_alloc", "array is too big")
 """Of torch and NumPy, whose errors of memory have no class of their own."""
+
+
+def is_own(part: object) -> bool:
+    """Whether the class of a part, e.g. a reward, is one of the user's."""
+    return type(part).__module__.partition(".")[0] != "esper"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, is_own
 from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
@@ -54,6 +54,7 @@ from esper.simic.agent.ppo import PPOAgent, initial_adam_state, run_ppo_updates
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 from esper.simic.metrics import Read
+from esper.simic.rewards.reward import check_reward, checked_step
 from esper.tamiyo.features import feature_dim, features_of, observe
 from esper.tamiyo.heads import forced, sample_heads
 from esper.tamiyo.network import TamiyoNetwork
@@ -177,7 +178,9 @@ class _WithReward:
     """The reward of a client: every call goes to `reward`."""
 
     def __init__(self, reward: RewardProtocol[Any]) -> None:
-        self.reward = reward
+        self.reward, self._is_own = reward, is_own(reward)
+        if self._is_own:
+            check_reward(reward)
 
     @property
     def terms(self) -> Sequence[str]:
@@ -190,7 +193,7 @@ class _WithReward:
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step."""
-        return self.reward.step(inputs, state)
+        return checked_step(self.reward, inputs, state) if self._is_own else self.reward.step(inputs, state)
 
     def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
         """[N]: reward of the last row of a host that is rolled back now."""

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.errors import ConfigError, EsperError, in_words, is_own
+from esper.leyline.lifecycle import HEAD_NAMES, NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.lifecycle import canonical_action as canonical_action
 from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
 from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
@@ -61,7 +62,7 @@ class ScriptedPolicy(Generic[M]):
 
     def __init__(self, script: Script[M], spec: EngineSpec) -> None:
         self.script = script
-        self._device = spec.device
+        self._device, self._sizes = spec.device, torch.tensor(spec.head_sizes)
         self.begin_rollout(0, spec.host_ids())
 
     def initial_hidden(self, n: int) -> Hidden:
@@ -86,7 +87,36 @@ class ScriptedPolicy(Generic[M]):
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """The script's actions for all hosts; changes no state."""
         del deterministic
-        return replace(self._blank, actions=self.script.decide(obs, self._memory))
+        actions = self._decided(obs) if is_own(self.script) else self.script.decide(obs, self._memory)
+        return replace(self._blank, actions=actions)
+
+    def _decided(self, obs: Observation) -> Int[Tensor, "N 8"]:
+        """The actions of a script of the user's; raises ConfigError for others than int64 [N, 8] in the action space.
+
+        Values are looked at on a CPU alone, where that is no read of a device.
+        """
+        name, wanted = type(self.script).__name__, (obs.num_envs, NUM_HEADS)
+        try:
+            actions = self.script.decide(obs, self._memory)
+        except EsperError:
+            raise
+        except Exception as error:  # any error of the user's code
+            raise ConfigError(f"the policy {name} fails in step {obs.t}: {in_words(error)}") from error
+        if not isinstance(actions, Tensor) or actions.shape != wanted or actions.dtype != torch.int64:
+            found = (
+                f"{list(actions.shape)} of {actions.dtype}" if isinstance(actions, Tensor) else type(actions).__name__
+            )
+            raise ConfigError(
+                f"the policy {name} gives actions {found}; they must be int64 {list(wanted)}: a row for each host, with "
+                f"the values of {', '.join(HEAD_NAMES)}."
+            )
+        if actions.device.type == "cpu" and (outside := (actions < 0) | (actions >= self._sizes)).any():
+            host, head = outside.nonzero()[0].tolist()
+            raise ConfigError(
+                f"the policy {name} gives host {host} {HEAD_NAMES[head]} = {int(actions[host, head])} in step {obs.t}; "
+                f"it must be in 0 to {int(self._sizes[head]) - 1}."
+            )
+        return actions
 
     def store(self, step: StoredStep) -> None:
         """Update the script's memory."""

@@ -55,6 +55,7 @@ from esper.kasmina.parameters.layout import (
     frozen_parameters,
     own_frozen,
     parameter_layout,
+    refuse_counters,
 )
 from esper.kasmina.parameters.population import OWN_STATE, prepared
 from esper.leyline.errors import ConfigError, in_words, nearest
@@ -345,13 +346,9 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
             )  # fmt: skip
             raise ConfigError(f"no gradient flows from the output of {name} to slot {slot!r}, so a seed there could "
                               f"not learn: {found}.")  # fmt: skip
-    before = _numbers(network)  # what the first pass alone sets, as a length that is cached, does no harm
-    check_repeats(network, run.output, run_with(seed).output)  # last, because it writes into the buffers
-    for path, attribute in (key for key, value in _numbers(network).items() if value != before.get(key)):
-        raise ConfigError(
-            f"attribute {attribute!r} of {path or name} changes in every forward pass in training, but what is beside "
-            "weights and buffers is not kept for each host; make it a buffer of floats that is written in place."
-        )
+    again = list[object]()
+    refuse_counters(name, network, lambda: again.append(run_with(seed).output))
+    check_repeats(network, run.output, again[0])  # last, because it writes into the buffers
     with torch.no_grad():
         evaluated = run_once(network.eval(), x).output
     if out.shape != evaluated.shape:
@@ -360,16 +357,6 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
             f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
         )
     return run
-
-
-def _numbers(network: nn.Module) -> dict[tuple[str, str], str]:
-    """The numbers and texts that layers have as attributes, by path and name."""
-    return {
-        (path, name): repr(value)
-        for path, layer in network.named_modules()
-        for name, value in vars(layer).items()
-        if isinstance(value, int | float | str) and name != "training"
-    }
 
 
 def _gradients(network: nn.Module, slots: Sequence[str], features: list[Tensor], out: Tensor) -> list[Tensor | None]:

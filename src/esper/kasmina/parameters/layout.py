@@ -14,7 +14,7 @@ kernels see aligned memory. Frozen parameters (`requires_grad=False`) of a host 
 Shape legend: N = rows, P = padded length of a row of parameters, Q = the same for buffers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, final
@@ -338,6 +338,30 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
                 "register_post_accumulate_grad_hook), which would not run; write what it does into the forward pass, "
                 "e.g. (w * mask + (w * (1 - mask)).detach()) for a gradient that is masked."
             )
+
+
+def refuse_counters(of: str, module: nn.Module, run: Callable[[], object]) -> None:
+    """Raise ConfigError if a number or text that a layer has as an attribute changes in a pass, `run`.
+
+    Let one pass come first: what it alone sets, as a length that is cached, does no harm.
+    """
+    before = _attributes(module)
+    run()
+    for path, attribute in (key for key, value in _attributes(module).items() if value != before.get(key)):
+        raise ConfigError(
+            f"attribute {attribute!r} of {path or of} changes in every forward pass in training, but what is beside "
+            "weights and buffers is not kept for each host; make it a buffer of floats that is written in place."
+        )
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], str]:
+    """The numbers and texts that layers have as attributes, by path and name."""
+    return {
+        (path, name): repr(value)
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, int | float | str) and name != "training"
+    }
 
 
 def refuse_frozen(of: str, module: nn.Module) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.blending import blend, seed_input
@@ -43,6 +44,7 @@ from esper.kasmina.parameters.layout import (
     count_params,
     digest,
     parameter_layout,
+    refuse_counters,
     refuse_frozen,
     refuse_gradient_hooks,
 )
@@ -270,14 +272,33 @@ def seed_kind(
     """
 
     def build() -> nn.Module:
-        return prepared(blueprint.build(channels))
+        try:
+            module = blueprint.build(channels)
+        except Exception as error:  # any error of the user's code
+            raise ConfigError(
+                f"blueprint {name!r} cannot be built for {channels} channels: {in_words(error)}"
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"blueprint {name!r} gives a {type(module).__name__}; it must return an nn.Module.")
+        if any(map(is_lazy, module.parameters())):
+            raise ConfigError(
+                f"blueprint {name!r} has lazy layers; give them their sizes, e.g. from channels={channels}."
+            )
+        return prepared(module)
 
     def find() -> tuple[Start, bool]:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
         return _start(builds, blueprint.init), _check_seed(blueprint.name, build, features, rows)
 
-    start, global_rng = once(blueprint, features, f"start {rows}", find)
+    name = blueprint.name
+    try:
+        start, global_rng = once(blueprint, features, f"start {rows}", find)
+    except (AttributeError, TypeError, KeyError) as error:  # two builds that differ, or `init` of another type
+        raise ConfigError(
+            f"blueprint {name!r} cannot be laid out: {in_words(error)}. It must build the same layers in each call, and "
+            "init maps names of parameters to numbers."
+        ) from error
     return _kind(blueprint.name, build, blueprint, start, device, global_rng=global_rng)
 
 
@@ -294,6 +315,8 @@ def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
     module, again = deterministic_build(build), deterministic_build(build)
     try:
         delta, draws = _run_once(module.train(), seed_input(h, isolated=True))
+        if not isinstance(delta, Tensor):
+            raise TypeError(f"it gives a {type(delta).__name__}, not a tensor")
         if delta.shape == h.shape and delta.requires_grad:  # as the gradient of a hidden seed
             blend(h, delta, Algorithm.ADD, None).sum().backward()
     except Exception as error:  # any error of the user's code
@@ -301,6 +324,8 @@ def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
             f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {in_words(error)}. Correct "
             f"its module, or choose other slots.{OF_ONE_EXAMPLE * (rows == 1)}"
         ) from error
+    if not bool(delta.isfinite().all()):
+        raise ConfigError(f"blueprint {name!r} gives NaN or infinity for ordinary features; look for a division by 0.")
     if h._version:
         raise ConfigError(
             f"blueprint {name!r} edits its input in place, which are the features of the host; let its first operation "
@@ -314,6 +339,7 @@ def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
     with torch.no_grad():
         if not torch.equal(_run_once(again.train(), h)[0], delta):
             raise ConfigError(f"blueprint {name!r} gives {OWN_STATE}")
+        refuse_counters(f"blueprint {name!r}", again, lambda: _run_once(again, h))
         return draws or _run_once(module.eval(), h)[1]
 
 

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, RegistryError, nearest, registering
+from esper.leyline.errors import ConfigError, EsperError, RegistryError, in_words, nearest, registering
 from esper.leyline.lifecycle import BLENDED, GROWING, HAS_MODULE, LifecycleOp, SeedStage, stages_mask
 from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
-from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import blank, lift, named_tensors, replace, tensor_dataclass, tree_map
 from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched
 from esper.simic.rewards.objective import ObjectiveReward
 from esper.simic.rewards.reward_config import GAMMA, MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
@@ -347,6 +347,52 @@ def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
         success=whole.bool(),
         auto_pruned=whole,
     )
+
+
+def check_reward(reward: RewardProtocol[Any]) -> None:
+    """Raise ConfigError unless a reward of the user's has all members of `RewardProtocol`, and terms."""
+    name = type(reward).__name__
+    members = ("terms", "initial_state", "step", "rollback_reward", "reset_hosts")
+    if missing := [member for member in members if not hasattr(reward, member)]:
+        raise ConfigError(f"the reward {name} has no {missing[0]!r}; it needs {', '.join(members)}.")
+    terms = reward.terms
+    texts = isinstance(terms, Sequence) and not isinstance(terms, str) and all(isinstance(term, str) for term in terms)
+    if not texts or not terms or len(set(terms)) < len(terms):
+        raise ConfigError(f"the reward {name} has the terms {terms!r}; give one or more different names.")
+
+
+def checked_step(reward: RewardProtocol[Any], inputs: RewardInputs, state: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """The step of a reward of the user's; raises ConfigError where its output is not a `RewardOutput` of N hosts.
+
+    Values are looked at on a CPU alone, where that is no read of a device.
+    """
+    at = f"the reward {type(reward).__name__} in step {int(inputs.epoch)}"
+    tensors = [tensor for _, tensor in named_tensors(inputs)]
+    versions = [tensor._version for tensor in tensors]
+    try:
+        output, after = reward.step(inputs, state)
+    except EsperError:
+        raise
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(f"{at} fails: {in_words(error)}") from error
+    if [tensor._version for tensor in tensors] != versions:
+        raise ConfigError(f"{at} edits its inputs in place, which belong to the engine; let it work on copies.")
+    n, m = len(inputs.target), len(reward.terms)
+    for name, shape, kind in (("total", (n,), None), ("breakdown", (n, m), None), ("flags", (n, 2), torch.bool)):
+        value = getattr(output, name, None)
+        fits = isinstance(value, Tensor) and value.shape == shape
+        if not fits or not (value.is_floating_point() if kind is None else value.dtype is kind):
+            found = (
+                f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            wanted = "floats" if kind is None else "bools"
+            raise ConfigError(f"{at} gives {name} {found}; it must be {wanted} {list(shape)} in a RewardOutput.")
+    if output.total.device.type == "cpu":
+        if not (output.total.isfinite().all() and output.breakdown.isfinite().all()):
+            raise ConfigError(f"{at} gives NaN or infinity; what is not measured is NaN in its inputs (nan_to_num).")
+        if not torch.allclose(output.total, output.breakdown.sum(dim=1), rtol=1e-4, atol=1e-5):
+            raise ConfigError(f"{at} gives a total that is not the sum of its breakdown; let total be that sum.")
+    return output, after
 
 
 _REGISTRY: dict[str, tuple[RewardFactory, ModeTraits]] = {

@@ -31,7 +31,7 @@ BLOCK, TAIL = 1 << 20, 1 << 16
 _SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
 _RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
 _NAMES = (*_SETTINGS, *_RESULTS, "reward", "rounds", "config", "finished", "seconds", "best", "changed")
-_SHOWN = re.compile(rf"^(?:{'|'.join(_SETTINGS)}|rounds|mode) = .*$", re.MULTILINE)
+_SHOWN = re.compile(rf"^(?:{'|'.join(_SETTINGS)}|rounds|mode|custom_reward) = .*$", re.MULTILINE)
 _SEED = re.compile(r"^seed = .*$", re.MULTILINE)
 UNREADABLE = (OSError, *DAMAGED)
 """What reading a run may raise: files may be removed meanwhile."""
@@ -176,9 +176,8 @@ def _settings(path: Path, warnings: list[str]) -> Payload:
         text = read_text(path)
         top, _, tables = text.partition("\n[")
         reward = text.partition("\n[reward]\n")[2].partition("\n[")[0]
-        found = toml_of("\n".join(_SHOWN.findall(top))) | {
-            "reward": toml_of("\n".join(_SHOWN.findall(reward))).get("mode")
-        }
+        found = toml_of("\n".join(_SHOWN.findall(top)))
+        found["reward"] = found.pop("custom_reward", "") or toml_of("\n".join(_SHOWN.findall(reward))).get("mode")
         config = blake2b((_SEED.sub("", top) + tables).encode(), digest_size=8).hexdigest()
         return (found if "task" in found else toml_of(text)) | {"config": config}
     except (OSError, ValueError) as error:

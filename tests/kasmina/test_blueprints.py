@@ -1,6 +1,7 @@
 """Blueprints: what a seed computes, in numbers worked out by hand, and the registry."""
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.cnn import num_groups
 from esper.kasmina.blueprints.layers import LayerScale, causal_attention
-from esper.leyline.errors import RegistryError
+from esper.kasmina.blueprints.registry import FunctionBlueprint
+from esper.kasmina.parameters.population import seed_kind
+from esper.leyline.errors import ConfigError, RegistryError
 from esper.leyline.lifecycle import HostFamily
 
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
@@ -231,3 +234,51 @@ def test_unknown_blueprints_are_answered_with_the_nearest():
     for index in (0, 8, -1, 999):
         with pytest.raises(RegistryError, match=r"1, 2, 3, 4, 5, 6, 7"):
             blueprint_at(index, HostFamily.CNN)
+
+
+def counting() -> nn.Module:
+    class Counting(nn.Conv2d):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    return Counting(2, 2, 1)
+
+
+def again(modules: Iterator[nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda channels: next(modules)
+
+
+@pytest.mark.parametrize(
+    ("network", "init", "said"),
+    [
+        (lambda c: None, {}, "gives a NoneType; it must return an nn.Module"),
+        (lambda: None, {}, "cannot be built for 2 channels: TypeError"),
+        (lambda c: nn.Conv2d(c, c, 1), {"wight": 0.0}, "cannot be built for 2 channels: AttributeError"),
+        (lambda c: nn.Conv2d(c, c, 1), {"weight": "zero"}, "cannot be built for 2 channels: TypeError"),
+        (lambda c: nn.LazyConv2d(c, 1), {}, "has lazy layers; give them their sizes, e.g. from channels=2"),
+        (lambda c: nn.Conv2d(c, 2 * c, 1), {}, r"maps features \(2, 2, 4, 4\) to \(2, 4, 4, 4\)"),
+        (lambda c: Returning(lambda x: (x, x)), {}, "it gives a tuple, not a tensor"),
+        (lambda c: Returning(lambda x: x / 0.0), {}, "gives NaN or infinity for ordinary features"),
+        (lambda c: counting(), {}, "attribute 'calls' of .* changes in every forward pass"),
+        (again(iter([nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1))])), {}, "must build the same layers"),
+    ],
+)
+def test_mistakes_of_a_blueprint_are_named_with_it(network, init, said):
+    network.__name__ = "own"
+    with pytest.raises(ConfigError, match=said) as refused:
+        seed_kind(FunctionBlueprint(HostFamily.CNN, network, init), 2, (2, 4, 4), torch.device("cpu"))
+    assert "blueprint 'own'" in str(refused.value)
+
+
+class Returning(nn.Module):
+    """A function of features, and a weight."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight, self._function = nn.Parameter(torch.ones(1)), function
+
+    def forward(self, x: Tensor) -> object:
+        return self._function(x * self.weight)

@@ -1,10 +1,19 @@
 """What a user reads when something is refused."""
 
 import re
+import sys
 
 import pytest
 
-from esper.leyline.errors import ConfigError, OperatingSystemError, in_a_sentence, in_words, nearest
+from esper.leyline.errors import (
+    ConfigError,
+    OperatingSystemError,
+    Stopped,
+    in_a_sentence,
+    in_words,
+    nearest,
+    refusing_exit,
+)
 
 
 def test_a_name_that_is_nearly_right_is_suggested_before_all_that_are_known() -> None:
@@ -41,6 +50,13 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as raised, in_a_sentence():
         raise error
     assert raised.value is error
+
+
+def test_an_exit_of_the_users_code_is_an_error_and_that_of_a_signal_is_not():
+    with pytest.raises(ConfigError, match=r"ended the program \(sys.exit or SystemExit, 0\)"), refusing_exit():
+        sys.exit(0)
+    with pytest.raises(Stopped), refusing_exit():
+        raise Stopped("stopped")
 
 
 def test_an_exception_in_words_is_one_line_and_never_fails_itself():

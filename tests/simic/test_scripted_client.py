@@ -1,10 +1,15 @@
 """A controller that does not learn, with a reward beside it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import hindsight
-from esper.leyline.messages import ClientProtocol
+from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import CANONICAL_ACTION, Head
+from esper.leyline.messages import ClientProtocol, Observation
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.presets import resolve
@@ -12,6 +17,7 @@ from esper.simic.client import ScriptedClient
 from esper.simic.rewards import make_reward
 from esper.tamiyo.baselines import BASELINES, scheduled
 from esper.tamiyo.schedules import Schedule
+from esper.tamiyo.scripted import ScriptedPolicy, Stateless
 from esper.tasks import null
 from esper.tolaria.state import RolloutStats
 
@@ -64,3 +70,32 @@ def test_the_best_schedule_of_the_null_task_reaches_its_value_in_the_engine(num_
     assert stats.fossilized.tolist() == [num_slots] * 2
     assert stats.refused.tolist() == [0, 0]
     assert hindsight.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)
+
+
+class Own(Stateless):
+    """A script of the user's."""
+
+    def __init__(self, actions: Callable[[Tensor], object]) -> None:
+        self._actions = actions
+
+    def decide(self, obs: Observation, memory: object) -> object:
+        return self._actions(torch.tensor([CANONICAL_ACTION] * obs.num_envs))
+
+
+@pytest.mark.parametrize(
+    ("actions", "said"),
+    [
+        (lambda x: x.float(), r"gives actions \[3, 8\] of torch.float32; they must be int64 \[3, 8\]"),
+        (lambda x: x[:1], r"gives actions \[1, 8\] of torch.int64"),
+        (lambda x: None, "gives actions NoneType"),
+        (lambda x: x - 1, r"gives host 0 slot = -1 in step 1; it must be in 0 to 2"),
+        (lambda x: x.index_fill(1, torch.tensor([Head.OP]), 9), "gives host 0 op = 9 in step 1; it must be in 0 to 5"),
+        (lambda x: 1 / 0, "fails in step 1: ZeroDivisionError"),
+    ],
+)
+def test_actions_of_a_script_of_the_users_are_whole_numbers_in_the_action_space(actions, said):
+    engine = engine_of(CONFIG, None, CPU)
+    client = ScriptedClient(ScriptedPolicy(Own(actions), engine.spec), make_reward("objective"))
+    engine.reset(client, episode=0)
+    with pytest.raises(ConfigError, match=f"the policy Own {said}"):
+        engine.rollout(client)

@@ -86,13 +86,15 @@ class Evaluate:
 
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
+    from esper.runs.assembly.plugins import load_plugins, names_task
     from esper.runs.evaluation.comparison import compare, named
     from esper.runs.evaluation.outcomes import PICTURE, REPORT
     from esper.runs.evaluation.rewards import compare_rewards, differ_in_reward
 
-    runs, baselines = named(command.controllers)
-    draw = _draws(command)
     tasks = command.task or (None,)
+    load_plugins([*command.plugins, *(task for task in tasks if task is not None and names_task(task))])
+    runs, baselines = named(command.controllers)  # among them policies that a plugin registers
+    draw = _draws(command)
     if len(set(tasks)) < len(tasks):
         raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
     configs = [_configs(command, runs, task) for task in tasks]

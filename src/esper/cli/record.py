@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +172,13 @@ def query(command: Query) -> int:
         paths.append(last)
     if not paths:
         if last and " " not in last:
-            raise ConfigError(f"there is no run in {last}, and no SELECT; name a run, or say what is asked of it.")
+            inside = len(list(Path(last).glob(f"*/{CONFIG}")))
+            way = (
+                f"it holds runs, which {shlex.quote(last)}/* names"
+                if inside
+                else "name one, and say what is asked of it"
+            )
+            raise ConfigError(f"{last} is not a run; {way}.")
         raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
     _in_a_thread(lambda: _answer([Path(path) for path in paths], sql, command), command.timeout)
     return 0

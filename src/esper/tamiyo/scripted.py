@@ -107,8 +107,8 @@ class ScriptedPolicy(Generic[M]):
                 f"{list(actions.shape)} of {actions.dtype}" if isinstance(actions, Tensor) else type(actions).__name__
             )
             raise ConfigError(
-                f"the policy {name} gives actions {found}; they must be int64 {list(wanted)}: a row for each host, with "
-                f"the values of {', '.join(HEAD_NAMES)}."
+                f"the policy {name} gives actions {found}; they must be int64 {list(wanted)}: a row for each host, "
+                f"with the values of {', '.join(HEAD_NAMES)}."
             )
         if actions.device.type == "cpu" and (outside := (actions < 0) | (actions >= self._sizes)).any():
             host, head = outside.nonzero()[0].tolist()

@@ -85,6 +85,12 @@ def test_settings_of_other_tables_are_not_those_of_the_run(run):
     assert (shown["seed"], shown["reward"], shown["task"]) == (0, "objective", "digits")
 
 
+def test_a_reward_of_the_users_is_named(run):
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(f'custom_reward = "area"\n{text}')
+    assert read(Row("a", run))["reward"] == "area"
+
+
 def test_an_answer_says_how_many_runs_are_still_read(run, monkeypatch):
     monkeypatch.setattr("esper.telemetry.serve.runs.PATIENCE", -1.0)
     with Runs(run.parent) as runs:

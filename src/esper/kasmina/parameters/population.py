@@ -296,7 +296,7 @@ def seed_kind(
         start, global_rng = once(blueprint, features, f"start {rows}", find)
     except (AttributeError, TypeError, KeyError) as error:  # two builds that differ, or `init` of another type
         raise ConfigError(
-            f"blueprint {name!r} cannot be laid out: {in_words(error)}. It must build the same layers in each call, and "
+            f"blueprint {name!r} cannot be laid out: {in_words(error)}. Each call must build the same layers, and "
             "init maps names of parameters to numbers."
         ) from error
     return _kind(blueprint.name, build, blueprint, start, device, global_rng=global_rng)

@@ -101,7 +101,7 @@ SLOTS = Table(
         Column("stage", "VARCHAR", "stage of the seed"),
         Column("blueprint", "VARCHAR", "blueprint of the seed"),
         Column("alpha", "FLOAT", "blend weight"),
-        Column("contribution", "FLOAT", "accuracy with the seed minus accuracy without it", "points"),
+        Column("contribution", "FLOAT", "accuracy with the seed minus accuracy without it, as last measured", "points"),
         Column("params", "BIGINT", "parameters of the seed"),
     ),
     stored=True,

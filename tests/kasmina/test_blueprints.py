@@ -282,3 +282,23 @@ class Returning(nn.Module):
 
     def forward(self, x: Tensor) -> object:
         return self._function(x * self.weight)
+
+
+def test_a_function_that_is_defined_again_takes_the_place_of_its_blueprint_and_another_one_does_not():
+    def defined(width: int) -> Callable[[int], nn.Module]:
+        def again(channels: int) -> nn.Module:
+            return nn.Linear(channels, width)
+
+        again.__qualname__ = "again"  # as in the cell of a notebook
+        return again
+
+    first, second, other = (FunctionBlueprint(HostFamily.TRANSFORMER, defined(width), {}) for width in (1, 2, 3))
+    other.network.__qualname__ = "other"
+    index = register(first)
+    try:
+        assert register(second) == index
+        assert blueprint_at(index, HostFamily.TRANSFORMER) is second
+        with pytest.raises(RegistryError, match="the blueprint name 'again' is taken"):
+            register(other)
+    finally:
+        unregister("again")

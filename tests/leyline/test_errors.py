@@ -8,11 +8,13 @@ import pytest
 from esper.leyline.errors import (
     ConfigError,
     OperatingSystemError,
+    RegistryError,
     Stopped,
     in_a_sentence,
     in_words,
     nearest,
     refusing_exit,
+    registering,
 )
 
 
@@ -67,3 +69,23 @@ def test_an_exception_in_words_is_one_line_and_never_fails_itself():
     assert in_words(KeyError("x")) == "KeyError: 'x'"
     assert in_words(ValueError("two\n lines.")) == "ValueError: two lines"
     assert in_words(SilentError()) == "SilentError"
+
+
+def test_what_is_defined_again_takes_the_place_of_what_it_was():
+    table: dict[str, object] = {"built in": 1}
+
+    def defined(name: str) -> object:
+        made = type("Made", (), {})
+        made.__qualname__ = name
+        return made
+
+    for name in ("Made", "Made", "Other"):
+        made = defined(name)
+        if name == "Other":
+            with pytest.raises(RegistryError, match="a part named 'mine' is registered already"):
+                registering("part", "mine", table, lambda made: made)(made)
+        else:
+            registering("part", "mine", table, lambda made: made)(made)
+            assert table["mine"] is made
+    with pytest.raises(RegistryError, match="'built in' is registered already"):
+        registering("part", "built in", table, lambda made: made)

@@ -1,11 +1,13 @@
 """Code of the user: found, imported once, and named with its line where it fails."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
 import small_runs
+from esper.cli import main
 from esper.leyline.errors import ConfigError
 from esper.runs.assembly.plugins import load_plugins
 from esper.runs.assembly.presets import config_of_run
@@ -55,6 +57,25 @@ def test_plugins_that_are_missing_are_told_apart(tmp_path):
         load_plugins([str(tmp_path / "nowhere.py")])
     with pytest.raises(ConfigError, match=r"there is no plugin module 'no_such_package\.inner'"):
         load_plugins(["no_such_package.inner"])
+
+
+def test_a_file_that_was_imported_by_its_name_is_not_executed_again(tmp_path, monkeypatch, capsys):
+    path = plugin(tmp_path, "imported_already", "print('executed')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("imported_already")
+    load_plugins([str(path)])
+    assert capsys.readouterr().out == "executed\n"
+    del sys.modules[module.__name__]
+
+
+def test_a_policy_of_a_plugin_is_compared_like_a_baseline(tmp_path, capsys):
+    path = plugin(
+        tmp_path,
+        "patient",
+        "import esper\nfrom esper.tamiyo.baselines import WaitOnly\nesper.register_policy('patient')(WaitOnly)\n",
+    )
+    assert main(["evaluate", "wait_only", "patient", "--task", "null", "--num-envs", "2", "--plugins", str(path)]) == 0
+    assert "patient" in capsys.readouterr().out
 
 
 def test_a_file_is_imported_once(tmp_path, capsys):

@@ -180,7 +180,7 @@ def test_a_name_is_registered_once(registered: None) -> None:
     register_listener("twice")(lambda path: Notebook())
     for register, name in ((register_sink, "tensorboard"), (register_listener, "twice")):
         with pytest.raises(RegistryError, match=name):
-            register(name)
+            register(name)(lambda path: Notebook())
 
 
 @pytest.mark.usefixtures("registered")

@@ -95,7 +95,7 @@ def _run(given: list[str]) -> int:
             if name not in _OF_RANKS and os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ:
                 raise ConfigError(f"esper {name} works in one process; start it without torchrun.")
             config = (tyro.conf.DisallowNone,)
-            command = tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config)
+            command: Any = tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config)
             with refusing_exit():
                 return run(command)
     except EsperError as error:

@@ -22,6 +22,7 @@ from esper.cli.options import (
     Text,
     Whole,
     folder_of_all,
+    joined,
     overrides,
     placeholder,
 )
@@ -92,7 +93,7 @@ def evaluate(command: Evaluate) -> int:
     from esper.runs.evaluation.rewards import compare_rewards, differ_in_reward
 
     tasks = command.task or (None,)
-    load_plugins([*command.plugins, *(task for task in tasks if task is not None and names_task(task))])
+    load_plugins([*joined(command.plugins), *(task for task in tasks if task is not None and names_task(task))])
     runs, baselines = named(command.controllers)  # among them policies that a plugin registers
     draw = _draws(command)
     if len(set(tasks)) < len(tasks):

@@ -152,17 +152,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint} names: {', '.join(names)}."
 
 
+_registered: dict[tuple[str, str], object] = {}
+
+
+def is_again(made: object, before: object) -> bool:
+    """Whether a class or function is another one whose definition was executed again: of one module and name."""
+    one, other = ((getattr(x, "__module__", None), getattr(x, "__qualname__", "<")) for x in (made, before))
+    return one == other and "<" not in one[1]
+
+
 def registering(kind: str, name: str, table: dict[str, E], entry: Callable[[T], E]) -> Callable[[T], T]:
     """A decorator that puts the entry of what it decorates into a table of its kind.
 
-    Raises:
-        RegistryError: the name is taken, which is found before anything is decorated.
+    What is defined again, e.g. by a cell of a notebook, takes the place of what it was. Raises RegistryError if
+    something else has the name.
     """
-    if name in table:
-        raise RegistryError(f"a {kind} named {name!r} is registered already; choose another name.")
+    taken = RegistryError(f"a {kind} named {name!r} is registered already; choose another name.")
+    if name in table and (kind, name) not in _registered:  # found before anything is decorated
+        raise taken
 
     def register(made: T) -> T:
-        table[name] = entry(made)
+        if name in table and not is_again(made, _registered[kind, name]):
+            raise taken
+        table[name], _registered[kind, name] = entry(made), made
         return made
 
     return register

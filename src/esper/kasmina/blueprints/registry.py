@@ -15,7 +15,7 @@ from typing import final
 
 from torch import nn
 
-from esper.leyline.errors import RegistryError, nearest
+from esper.leyline.errors import RegistryError, is_again, nearest
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 
 NOOP = "noop"
@@ -134,6 +134,8 @@ def names() -> tuple[str, ...]:
 
 def _enter(index: int, blueprint: AbstractBlueprint) -> int:
     taken = _entries.setdefault((index, blueprint.family), blueprint)
+    if is_again(getattr(blueprint, "network", None), getattr(taken, "network", None)):  # e.g. a cell of a notebook
+        taken = _entries[index, blueprint.family] = blueprint
     if taken is not blueprint:
         raise RegistryError(
             f"the blueprint name {blueprint.name!r} is taken by {type(taken).__name__} for "

@@ -379,9 +379,9 @@ def checked_step(reward: RewardProtocol[Any], inputs: RewardInputs, state: Any) 
         raise ConfigError(f"{at} edits its inputs in place, which belong to the engine; let it work on copies.")
     n, m = len(inputs.target), len(reward.terms)
     for name, shape, kind in (("total", (n,), None), ("breakdown", (n, m), None), ("flags", (n, 2), torch.bool)):
-        value = getattr(output, name, None)
-        fits = isinstance(value, Tensor) and value.shape == shape
-        if not fits or not (value.is_floating_point() if kind is None else value.dtype is kind):
+        value: Any = getattr(output, name, None)
+        is_tensor = isinstance(value, Tensor) and value.shape == shape
+        if not is_tensor or not (value.is_floating_point() if kind is None else value.dtype is kind):
             found = (
                 f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             )

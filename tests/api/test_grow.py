@@ -190,7 +190,7 @@ def test_a_policy_of_the_users_grows_by_name_or_as_it_is(task):
     assert rows[0] == rows[1]
     assert ("norm", "fossilized") in {(row.blueprint, row.event) for row in rows[0]}
     with pytest.raises(KeyError, match="a policy named 'prompt' is registered already"):
-        esper.register_policy("prompt")
+        esper.register_policy("prompt")(lambda spec: Prompt())
 
 
 def test_a_blueprint_and_a_reward_of_the_users_are_used_by_name(tmp_path):

@@ -125,7 +125,7 @@ _STAGE_AFTER = {
 _STAGES = tuple(int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp)
 
 
-def _padded(*tables: Iterable[float]) -> tuple[tuple[float, ...], ...]:
+def _padded(*tables: Iterable[int | float]) -> tuple[tuple[int | float, ...], ...]:
     """Rows of one length, with zeros at the end of the shorter ones."""
     return tuple(zip(*zip_longest(*tables, fillvalue=0), strict=True))
 

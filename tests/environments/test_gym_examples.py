@@ -27,7 +27,7 @@ def test_ppo_in_one_file_beats_random_actions():
         [sys.executable, "-W", "error", f"{EXAMPLES}/gym_ppo.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    by_chance, learned = map(float, re.findall(r"reward per episode (-?[\d.]+)", done.stdout))
+    by_chance, learned = map(float, re.findall(r"^(?:random.*|PPO): reward per episode (-?[\d.]+)", done.stdout, re.M))
     assert by_chance < 0.38
     assert learned > 0.42  # three seeds of 16 hosts more are all above 0.5
 

@@ -261,8 +261,8 @@ class VectorizedEngine:
                 client, earned, step.obs, act, verdict.healthy, step.measured, executed, self.config
             )
         with self.timer.span("end_step"):
-            told = Decision(actions=act.actions, value=act.value, op_prob=act.op_prob, constrained=act.constrained)
-            state, outputs = self._end_step(verdict, executed, told, reward, now)
+            decision = Decision(actions=act.actions, value=act.value, op_prob=act.op_prob, constrained=act.constrained)
+            state, outputs = self._end_step(verdict, executed, decision, reward, now)
         self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         others = {

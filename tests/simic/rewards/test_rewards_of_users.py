@@ -57,6 +57,11 @@ def test_what_is_right_is_what_the_reward_gives():
     assert ScriptedClient(ToyClient.__new__(ToyClient), Own()).step(inputs(), None)[0].total.tolist() == [0.5] * HOSTS
 
 
+def test_a_total_may_be_rounded_as_its_terms_are():
+    paid = torch.tensor([[1e4, -1e4 + 0.01]]).repeat(HOSTS, 1)
+    checked_step(Own(put(total=paid.double().sum(1) + 1e-3, breakdown=paid)), inputs(), None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

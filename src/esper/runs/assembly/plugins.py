@@ -124,11 +124,8 @@ def _imported(name: str) -> ModuleType:
 def _of_file(path: Path) -> ModuleType:
     """The module of a file; one that was imported under another name, or runs as a program, is not executed again."""
     for module in list(sys.modules.values()):
-        if (
-            (file := getattr(module, "__file__", None))
-            and str(file).endswith(path.name)
-            and Path(file).resolve() == path
-        ):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
             return module
     name = f"esper_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tiny
 from esper.export import checking
-from esper.export.grown import state_of
+from esper.export.grown import GrownModule, state_of
 from esper.export.network import HOW_TO_LOAD, load
 from esper.export.source import written
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -223,7 +223,7 @@ class Named(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # those of exporters; `checking` runs in a process of its own
 def test_a_network_that_is_called_by_keyword_takes_batches_of_any_size(tmp_path):
     given = {"left": nets.VECTORS[:5, :2], "right": nets.VECTORS[:5, 2:]}
-    model = Named().eval()
+    model = GrownModule(Named(), {}).eval()
     examples = [
         ((), {name: x[:n] for name, x in given.items()}, [model(**{k: x[:n] for k, x in given.items()})])
         for n in (5, 1)

@@ -133,10 +133,25 @@ class CausalAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class CausalDepthwise(nn.Module):
+    """A convolution of each channel over four tokens, behind a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.conv = nn.Conv1d(width, width, 4, groups=width, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
+        return self.conv(F.pad(self.norm(h).transpose(1, 2), (3, 0))).transpose(1, 2)
+
+
 def token_seed(name: str, d: int) -> nn.Module:
     """The seed of a transformer of width `d`."""
     if name in ("attention", "flex_attention"):
         return CausalAttention(d, 4)
+    if name == "depthwise":
+        return CausalDepthwise(d)
     if name == "norm":
         return NormShift(nn.LayerNorm(d))
     if name in ("lora", "lora_large"):

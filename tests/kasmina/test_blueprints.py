@@ -82,6 +82,15 @@ def built(name: str, width: int) -> nn.Module:
     return blueprint_by_name(name, HostFamily.TRANSFORMER).build(width).requires_grad_(False)
 
 
+def test_depthwise_sums_each_channel_over_this_token_and_the_three_before_it():
+    seed = built("depthwise", 2)
+    seed.conv.weight.zero_()[:, 0] = torch.tensor([[0.0, 0.0, 10.0, 1.0], [100.0, 0.0, 0.0, 0.0]])
+    # behind the norm: (-1, 1), (1, -1), (-1, 1), (1, -1)
+    h = sequence((0.0, 2.0), (5.0, 3.0), (0.0, 2.0), (5.0, 3.0))
+    expected = sequence((-1.0, 0.0), (1.0 - 10.0, 0.0), (-1.0 + 10.0, 0.0), (1.0 - 10.0, 100.0))
+    torch.testing.assert_close(seed(h), expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize(("name", "rank"), [("lora", 8), ("lora_large", 32)])
 def test_lora_is_a_product_of_two_thin_matrices(name, rank):
     seed = built(name, 2)
@@ -178,7 +187,7 @@ def doubling():
 def test_built_in_indices_are_fixed():
     assert selectable(HostFamily.CNN)[:7] == (1, 2, 3, 4, 5, 6, 7)
     assert names()[:8] == ("noop", *CNN_NAMES)
-    assert selectable(HostFamily.TRANSFORMER)[:7] == (2, 3, 8, 9, 10, 11, 12)
+    assert selectable(HostFamily.TRANSFORMER)[:8] == (2, 3, 4, 8, 9, 10, 11, 12)
     assert names()[8:13] == ("lora", "lora_large", "mlp_small", "mlp", "flex_attention")
     assert num_blueprints() >= 13
     for index, name in enumerate(CNN_NAMES, start=1):

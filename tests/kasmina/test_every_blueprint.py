@@ -26,7 +26,7 @@ from esper.leyline.random import Stream
 
 CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
-TRANSFORMER_NAMES = ("attention", "norm", "lora", "lora_large", "mlp_small", "mlp", "flex_attention")
+TRANSFORMER_NAMES = ("attention", "norm", "depthwise", "lora", "lora_large", "mlp_small", "mlp", "flex_attention")
 
 
 class Own(AbstractBlueprint):
@@ -139,6 +139,7 @@ FORMULAS: dict[tuple[HostFamily, str], Callable[[int], int]] = {
     (TRANSFORMER, "attention"): lambda d: 4 * d**2 + 4 * d,
     (TRANSFORMER, "flex_attention"): lambda d: 4 * d**2 + 4 * d,
     (TRANSFORMER, "norm"): lambda d: 2 * d + 1,
+    (TRANSFORMER, "depthwise"): lambda d: 6 * d,
     (TRANSFORMER, "lora"): lambda d: 16 * d,
     (TRANSFORMER, "lora_large"): lambda d: 64 * d,
     (TRANSFORMER, "mlp_small"): lambda d: 4 * d**2 + 3 * d,

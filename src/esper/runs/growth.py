@@ -19,7 +19,7 @@ once. Under a budget of FLOPs the outcome is reproducible; one of minutes depend
 run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
 Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them. Where it still holds few,
-"auto" compares learning rates alone.
+"auto" compares learning rates and two cheap architectures.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept. They rise over as large
@@ -84,7 +84,9 @@ _RACED, _MOST_RACED = 0.65, 3.0
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
 _SHORT = 2_000
 """Batches of the network alone in the whole budget below which "auto" halves their size: more steps are worth more
-there than smoother gradients. Where these are too few as well, it tries no architectures (docs/experiments.md)."""
+there than smoother gradients. Where these are too few as well, it tries few architectures (docs/experiments.md)."""
+_TRIED_IN_SHORT = 2
+"""How many, the cheapest ones: their price is a loss in steps, which the best of them must make up for."""
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
@@ -458,7 +460,8 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            most = len(self._pool) if self._fixed or self._batches() >= _SHORT else 0
+            is_short = not self._fixed and self._batches() < _SHORT
+            most = min(len(self._pool), _TRIED_IN_SHORT) if is_short else len(self._pool)
             races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:

@@ -46,7 +46,7 @@ FULL = 1.0 - 1e-6
 
 ROTATION = {
     HostFamily.CNN: (4, 5, 3, 1, 2),  # depthwise, bottleneck, norm, conv_light, attention
-    HostFamily.TRANSFORMER: (8, 10, 2, 3, 9),  # lora, mlp_small, attention, norm, lora_large
+    HostFamily.TRANSFORMER: (4, 8, 10, 2, 3, 9),  # depthwise, lora, mlp_small, attention, norm, lora_large
 }
 
 _O, _S = LifecycleOp, SeedStage

@@ -1,7 +1,7 @@
 """The registry of blueprints, by index and host family.
 
-    index   0     1           2            3      4 ... 7       8 ... 12       13 ...
-    name    noop  conv_light  attention    norm   cnn only      transformer    registered by users
+    index   0     1           2 ... 4                       5 ... 7    8 ... 12       13 ...
+    name    noop  conv_light  attention, norm, depthwise    cnn only   transformer    registered by users
                               (one network per family under one name and index)
 
 The index is the value of the blueprint head. Built-in names have fixed indices, whether or not a family has a network
@@ -32,12 +32,14 @@ class AbstractBlueprint(abc.ABC):
     Attributes:
         name: unique within a family. family: the hosts that it fits.
         init: parameters that start at a constant (name in the built module -> value), whatever `build` gives them, so
-            that the output of a new seed is zero or close to zero.
+            that the output of a new seed is zero or close to zero. least_tokens: of sequences, from which on it does
+            more than scale features; a host with shorter ones alone does not grow it.
     """
 
     name: str
     family: HostFamily
     init: Mapping[str, float] = MappingProxyType({})
+    least_tokens: int = 1
 
     @abc.abstractmethod
     def build(self, channels: int) -> nn.Module:
@@ -48,8 +50,15 @@ class AbstractBlueprint(abc.ABC):
 class FunctionBlueprint(AbstractBlueprint):
     """A blueprint that a function builds, whose name it has."""
 
-    def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], init: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        family: HostFamily,
+        network: Callable[[int], nn.Module],
+        init: Mapping[str, float],
+        least_tokens: int = 1,
+    ) -> None:
         self.name, self.family, self.init, self.network = network.__name__, family, init, network
+        self.least_tokens = least_tokens
 
     def build(self, channels: int) -> nn.Module:
         """The network for features with `channels` channels."""

@@ -7,7 +7,7 @@ ends with a linear layer or a bounded factor that starts at zero.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,29 @@ from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.lifecycle import HostFamily
 
 _HEADS = 4
+_KERNEL = 4
+"""Tokens that `depthwise` sees: this one and the three before it."""
 _SMALLEST_HEAD = 16
 """Values per head, below which the block-mask kernel does not run."""
+
+
+@final
+class CausalDepthwise(nn.Module):
+    """A convolution of each channel of LN(h) over `kernel` tokens, of which none is later; its weights start at zero."""
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.conv = nn.Conv1d(width, width, kernel, padding=kernel - 1, groups=width, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.conv(self.norm(h).transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+
+
+def depthwise(d: int) -> nn.Module:
+    """DWConv4(LN(h)) over this token and those before it (So et al. 2021, arXiv 2109.08668): 6 D parameters."""
+    return CausalDepthwise(d, _KERNEL)
 
 
 def norm(d: int) -> nn.Module:
@@ -92,6 +113,7 @@ _MLP = {"down.weight": 0.0, "down.bias": 0.0}
 TRANSFORMER_BLUEPRINTS = (
     FunctionBlueprint(HostFamily.TRANSFORMER, attention, _ATTENTION),
     FunctionBlueprint(HostFamily.TRANSFORMER, norm, {"gain.strength": 0.0}),
+    FunctionBlueprint(HostFamily.TRANSFORMER, depthwise, {"conv.weight": 0.0}, least_tokens=2),
     FunctionBlueprint(HostFamily.TRANSFORMER, lora, {"up.weight": 0.0}),
     FunctionBlueprint(HostFamily.TRANSFORMER, lora_large, {"up.weight": 0.0}),
     FunctionBlueprint(HostFamily.TRANSFORMER, mlp_small, _MLP),

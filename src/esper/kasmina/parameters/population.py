@@ -50,7 +50,7 @@ from esper.kasmina.parameters.layout import (
 )
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
 from esper.leyline.errors import CheckpointError, ConfigError, in_words
-from esper.leyline.lifecycle import Algorithm, SeedStage
+from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.messages import SeedCosts
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
 from esper.leyline.tensor_dataclass import StateTree, copy_into, named_tensors, tree_map, with_prefix
@@ -535,6 +535,8 @@ class Population:
         found: dict[tuple[int, int], Kind] = {}
         for index in registry.selectable(self.family):
             blueprint, kinds, misfits = registry.blueprint_at(index, self.family), dict[tuple[int, int], Kind](), []
+            if self.family is HostFamily.TRANSFORMER and max(t for t, _ in shapes.values()) < blueprint.least_tokens:
+                continue
             for point in self.points:
                 try:
                     kind = seed_kind(blueprint, point.channels, shapes[point.slot_id], self.device, rows)

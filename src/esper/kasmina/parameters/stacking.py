@@ -62,16 +62,7 @@ class StackedConv2d(nn.Conv2d):
         hosts, outputs = self.weight.shape[:2]
         if self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1:
             return self._pointwise(x, hosts, outputs)
-        y = F.conv2d(
-            _side_by_side(x, hosts),
-            self.weight.flatten(0, 1),
-            _affine(self.bias),
-            self.stride,
-            self.padding,
-            self.dilation,
-            hosts * self.groups,
-        )
-        return y.reshape(x.shape[0], outputs, *y.shape[2:])
+        return _grouped(F.conv2d, self, x)
 
     def _pointwise(self, x: Tensor, hosts: int, outputs: int) -> Tensor:
         rows, channels, height, width = x.shape
@@ -80,6 +71,22 @@ class StackedConv2d(nn.Conv2d):
         if self.bias is not None:
             y = y + self.bias[:, :, None]
         return y.view(rows, outputs, height, width)
+
+
+@final
+class StackedConv1d(nn.Conv1d):
+    """Grouped convolution: each host is a group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, C, T] -> [B * G, O, T']."""
+        return _grouped(F.conv1d, self, x)
+
+
+def _grouped(convolve: Callable[..., Tensor], layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    hosts, outputs = layer.weight.shape[:2]
+    weight, bias, groups = layer.weight.flatten(0, 1), _affine(layer.bias), hosts * layer.groups
+    y = convolve(_side_by_side(x, hosts), weight, bias, layer.stride, layer.padding, layer.dilation, groups)
+    return y.reshape(x.shape[0], outputs, *y.shape[2:])
 
 
 @final
@@ -234,6 +241,7 @@ class StackedTanhScale(TanhScale):
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: StackedConv1d,
     nn.Conv2d: StackedConv2d,
     nn.Linear: StackedLinear,
     NonDynamicallyQuantizableLinear: StackedLinear,  # `out_proj` of attention
@@ -265,7 +273,7 @@ def _unknown_layer(layer: nn.Module) -> bool:
     owns |= any(b.is_floating_point() for _, b in layer.named_buffers(recurse=False))
     if type(layer) not in STACKED:
         return owns
-    zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
+    zero_padded = not isinstance(layer, nn.Conv1d | nn.Conv2d) or layer.padding_mode == "zeros"
     norm = isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
     special = isinstance(layer, nn.Embedding) and (
         layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse

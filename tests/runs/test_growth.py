@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.api.run import in_process
+from esper.kasmina.blueprints import registry
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH
@@ -139,6 +140,63 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     assert rich.stages[1].new > 0
     assert rich.end * 8 >= 20  # batches of the first stage, of half the size
     assert rich.steps >= 3 * 12  # three trainings of the network alone are left to the one that is kept
+
+
+FREE = Architecture((PlacedSeed("one", "norm", "ADD"), PlacedSeed("two", "norm", "ADD")))
+ALONE, GROWN, FASTER = Candidate(), Candidate(FREE), Candidate(FREE, 3.0)
+
+
+@pytest.fixture
+def small(grow: Callable[..., Growth], step_flops: float) -> Growth:
+    """A growth of "auto" by a budget of fewer than six trainings, before its first step."""
+    return grow("auto", flops=60 * step_flops)
+
+
+def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow, step_flops):
+    assert [entry.candidate for entry in small.entries] == [ALONE, GROWN, FASTER]
+    assert small.stages == racing_stages(new=0)
+    assert small._prices.flops(FREE) <= 1.02 * small._prices.flops(Architecture())
+    limited = grow("auto", flops=60 * step_flops, params=small.entries[1].params - 1)  # norms do not fit
+    assert [entry.candidate.rate for entry in limited.entries] == list(RATES)
+
+
+@pytest.mark.parametrize(
+    ("losses", "continued", "until"),
+    [
+        pytest.param((1.0, 1.01, 1.02), [GROWN], 1.0, id="free seeds go on where they harm by less than 2 %"),
+        pytest.param((1.0, 1.03, 1.04), [ALONE], 1.0, id="the network alone where it is better by more"),
+        pytest.param((1.0, 1.03, 1.02), [Candidate(rate=3.0)], 1.0, id="at the better rate of the others"),
+        pytest.param((1.0, 1.01, 1.0), [FASTER], 1.0, id="the better rate"),
+        pytest.param((1.0, 1.0, 1.11), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="a third where three times is worse"),
+        pytest.param((1.0, 1.0, math.nan), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="or is not a number"),
+    ],
+)
+def test_the_first_stage_of_a_small_budget_ends_with(small, losses, continued, until):
+    while small.t < small.end - 1:
+        small.step()
+    for entry, loss in zip(small.entries, losses, strict=True):
+        entry.val.append(50.0)
+        entry.loss.append(loss)
+    small.t = small.measured = small.end
+    small._next_stage()
+    assert [small.entries[row].candidate for row in small.rows] == continued
+    assert small.stages[1].until == until
+    assert finished(small).result()[1] in range(len(small.entries))
+
+
+def test_blueprints_of_the_user_are_tried_first(step_flops):
+    @esper.register_blueprint(family="transformer", init={"weight": 0.0, "bias": 0.0})
+    def thin(channels: int) -> nn.Module:
+        return nn.LayerNorm(channels)
+
+    try:
+        spec = TASK.spec
+        with in_process(spec):
+            config = resolve({"task": spec.name, "executor": "streamed", "threads": 1})
+            growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=60 * step_flops))
+    finally:
+        registry.unregister("thin")
+    assert [seed.blueprint for seed in growth.entries[1].candidate.architecture.slots] == ["thin", "thin"]
 
 
 def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):

@@ -10,7 +10,9 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto            the network alone, three learning rates   a race: the best one beside copies that have grown, then
+    auto, small     the network alone, and with seeds that    the best goes on
+    budgets         cost no FLOPs, two learning rates
+    auto, larger    the network alone, three learning rates   a race: the best one beside copies that have grown, then
                                                               the best two, then the best one for the rest
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
@@ -45,6 +47,7 @@ from esper.export.network import GrownNetwork
 from esper.kasmina.parameters.flops import BACKWARD
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast0, AtLeast1, NotNegative, Positive, Share, check_fields
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
@@ -56,6 +59,7 @@ from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation.tables import counted, short
 from esper.runs.leaderboard import Candidate, Entry, Leaderboard
 from esper.runs.state_file import read_checked, write_state
+from esper.tamiyo.heuristic import ROTATION
 from esper.tasks.datasets import Dataset
 from esper.tasks.losses import points_of_guessing
 from esper.tasks.registry import TaskSpec
@@ -73,6 +77,13 @@ RATES = (1.0, 1 / 3, 3.0)
 """Factors of the learning rate of the network alone."""
 PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
+_FREE, _FREE_RATES = 1.02, (1.0, 3.0)
+"""Price of an architecture, in that of the network alone, up to which it costs nothing, and the factors of its rate."""
+_HARM = 0.02
+"""Share by which the loss of the network alone must be lower than that of what is free, or else that goes on: what it
+is worth shows late (docs/experiments.md)."""
+_FAST, _SLOWER_UNTIL = 0.1, 0.1
+"""Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage."""
 _FEW = 3
 """Candidates from which on there are two rungs."""
 _KEPT_SHARE = 0.6
@@ -84,9 +95,7 @@ _RACED, _MOST_RACED = 0.65, 3.0
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
 _SHORT = 2_000
 """Batches of the network alone in the whole budget below which "auto" halves their size: more steps are worth more
-there than smoother gradients. Where these are too few as well, it tries few architectures (docs/experiments.md)."""
-_TRIED_IN_SHORT = 2
-"""How many, the cheapest ones: their price is a loss in steps, which the best of them must make up for."""
+there than smoother gradients. Where these are too few as well, it compares learning rates (docs/experiments.md)."""
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20
@@ -364,6 +373,7 @@ class Growth:
             self._pool = self._architectures()
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
+        self._free = None if self._is_rich or method != "auto" or steps else self._free_of(self._pool)
         begin, self.stages = self._plan(method)
         self.begin(begin)
 
@@ -447,7 +457,7 @@ class Growth:
             target = min(target, usual)
         if method == "hill_climbing":
             target *= _CLIMBED_SHARE
-        first = _LEAST_BATCHES / self._prices.batches if method == "auto" else 1.0
+        least = _LEAST_BATCHES / self._prices.batches if method == "auto" else 1.0
         plain = [Candidate(rate=rate) for rate in RATES]
         grown = [Candidate(architecture) for architecture in self._pool]
         plans: list[tuple[list[Candidate], tuple[Stage, ...]]]
@@ -460,9 +470,11 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            is_short = not self._fixed and self._batches() < _SHORT
-            most = min(len(self._pool), _TRIED_IN_SHORT) if is_short else len(self._pool)
-            races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
+            most = len(self._pool) if self._fixed or self._batches() >= _SHORT else 0
+            if self._free:
+                races = [([plain[0], *(Candidate(self._free, rate) for rate in _FREE_RATES)], racing_stages(0))]
+            else:
+                races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
@@ -471,27 +483,36 @@ class Growth:
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
             steps = self._longest(candidates, stages)
-            if steps >= target and (self._fixed or steps) * stages[0].until >= first:
+            if steps >= target and (self._fixed or steps) * stages[0].until >= least:
                 break
         return candidates, stages if self.budget.flops else side_by_side(stages, int(self._at_once))
 
     def _architectures(self) -> list[Architecture]:
         """Each blueprint in every slot and in each single one (the latter alone for hill climbing).
 
-        Each gives its dearest one first, and the cheapest of these is the first. Those that cost too much are left out.
+        Each gives its dearest one first. Blueprints of the user come first, then those of the heuristic in its order,
+        which is that of their gain (docs/experiments.md). What costs too much is left out.
         """
         left_for_step = self._left() / (self._fixed or self._config.episode_length)
         most = max(_AFFORDABLE * left_for_step, _CHEAP * self._of_step(Candidate()))
         spec = self._engine.spec
+        own = [index for index in spec.selectable if index >= NUM_BUILTIN_BLUEPRINTS]
+        usual = [index for index in ROTATION[spec.family] if index in spec.selectable]
         of_blueprint = []
-        for name in (spec.blueprint_names[i] for i in spec.selectable):
+        for name in (spec.blueprint_names[index] for index in dict.fromkeys((*own, *usual, *spec.selectable))):
             seeds = [PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids]
             filled = [] if self._asked == "hill_climbing" else [Architecture(tuple(seeds))]
             variants = dict.fromkeys([*filled, *(Architecture((seed,)) for seed in seeds)])
             fit = [one for one in self._allowed([*variants]) if self._of_step(Candidate(one)) <= most]
             of_blueprint.append(sorted(fit, key=self._prices.flops, reverse=True))
         turns = zip_longest(*of_blueprint)
-        return [one for turn in turns for one in sorted(filter(None, turn), key=self._prices.flops)]
+        return [one for turn in turns for one in filter(None, turn)]
+
+    def _free_of(self, pool: Sequence[Architecture]) -> Architecture | None:
+        """The first architecture that fills all slots and costs hardly more than the network alone, if there is one."""
+        alone, slots = self._of_step(Candidate()), len(self._engine.spec.slot_ids)
+        found = (one for one in pool if len(one.slots) == slots and self._of_step(Candidate(one)) <= _FREE * alone)
+        return next(found, None)
 
     def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""
@@ -711,29 +732,41 @@ class Growth:
         if self.failed == _PATIENCE:
             self.stages, stage = (*self.stages[: self.stage], self.stages[-1]), self.stages[-1]
         self.begun, self._before = self.t, (self.training_seconds, self.lasted)
-        grown = self._neighbours(candidate or self.entries[row].candidate)
-        self._continue([*chosen, *((row, neighbour) for neighbour in grown[: stage.new])])
+        new = self._neighbours(candidate or self.entries[row].candidate)
+        if self._free and self.stage == 1 and self._is_fast(row):
+            stage, new = Stage(_SLOWER_UNTIL, 1, 1), [replace(self.entries[row].candidate, rate=RATES[1])]
+            self.stages = (self.stages[0], stage, self.stages[-1])
+        self._continue([*chosen, *((row, one) for one in new[: stage.new])])
+
+    def _is_fast(self, row: int) -> bool:
+        """Whether three times the learning rate is clearly worse than that of the task, which may be too high too."""
+        loss, faster = self.entries[row].loss[-1], [self.entries[other] for other in self.rows]
+        worst = max(entry.loss[-1] for entry in faster if entry.candidate.rate > 1.0)
+        return not worst <= loss + _FAST * abs(loss)
 
     def _merit(self, row: int) -> float:
         """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
         entry = self.entries[row]
         price = 0.0 if self._is_rich else math.log2(entry.flops / self._prices.flops(Architecture()))
-        loss = entry.loss[-1] + _LEAST_GAIN * price * abs(entry.loss[-1])
+        share = _LEAST_GAIN * price if entry.candidate.architecture.slots or not self._free else _HARM
+        loss = entry.loss[-1] + share * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 
     def _at_best_rate(self, row: int) -> tuple[int, Candidate | None]:
-        """What an entry goes on as behind the first stage: at the learning rate that was best for the network alone.
+        """What an entry goes on as behind the first stage: at the best rate of the architecture that has several.
 
-        So the rate and the architecture are chosen apart: an architecture is compared at the rate of the task.
+        So the rate and the architecture are chosen apart: architectures are compared at the rate of the task.
         """
-        candidate = self.entries[row].candidate
-        alone = [other for other in self.rows if not self.entries[other].candidate.architecture.slots]
-        best = max(alone, key=self._merit) if alone else row
-        if self.stage > 1 or candidate.rate == self.entries[best].candidate.rate:
+        if self.stage > 1:
             return row, None
-        if not candidate.architecture.slots:
+        of_rows = [self.entries[other].candidate.architecture for other in self.rows]
+        several = max(of_rows, key=of_rows.count)
+        same = [other for other, of in zip(self.rows, of_rows, strict=True) if of == several]
+        best, candidate = max(same, key=self._merit), self.entries[row].candidate
+        if candidate.architecture == several:
             return best, None
-        return row, replace(candidate, rate=self.entries[best].candidate.rate)
+        rate = self.entries[best].candidate.rate
+        return row, None if candidate.rate == rate else replace(candidate, rate=rate)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The candidate with more seeds in empty slots, as ordered in the pool, without those that were tried."""

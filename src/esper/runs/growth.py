@@ -21,7 +21,7 @@ once. Under a budget of FLOPs the outcome is reproducible; one of minutes depend
 run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
 Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them. Where it still holds few,
-"auto" compares learning rates and two cheap architectures.
+"auto" compares no architectures but those that are free.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept. They rise over as large
@@ -95,7 +95,7 @@ _RACED, _MOST_RACED = 0.65, 3.0
 network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
 _SHORT = 2_000
 """Batches of the network alone in the whole budget below which "auto" halves their size: more steps are worth more
-there than smoother gradients. Where these are too few as well, it compares learning rates (docs/experiments.md)."""
+there than smoother gradients. Where these are too few as well, there is no race (docs/experiments.md)."""
 _SLOWER = 1.25
 """Factor of the time of an example up to which smaller batches are taken under minutes."""
 _LEAST_BATCHES = 20

@@ -36,7 +36,8 @@ class CausalDepthwise(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        return self.conv(self.norm(h).transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+        mixed: Tensor = self.conv(self.norm(h).transpose(1, 2))[..., : h.shape[1]]
+        return mixed.transpose(1, 2)
 
 
 def depthwise(d: int) -> nn.Module:

@@ -14,6 +14,7 @@ from practice import Options, jobs_of, main, stored
 from practice_grown import task_of
 from practice_hosts import CONTEXT, GPT, HOSTS, VOCABULARY, WIDER, Data
 from practice_plain import accuracy, budget_of, factor, forward_flops, num_params, plans
+from practice_seeds import with_seeds
 from practice_table import Result, interval, page
 
 BEGIN, END = script.MARKERS
@@ -64,6 +65,22 @@ def test_the_budget_is_three_runs_of_the_network_and_three_measurements():
     data = a_table(1_280)
     forward = 2 * (30 * 64 + 64 * 64 + 64 * 5)
     assert budget_of(HOST["tabular"], data, 2.0) == 3 * forward * (3 * 20 * 128 + 1_280)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "blueprint", "grown", "price"),
+    [("tabular", a_table(), "norm", 2 * (2 * 64 + 1), 1.0), ("gpt", a_text(), "depthwise", 2 * 6 * 64, 1.002)],
+)
+def test_a_network_with_new_seeds_from_the_start_computes_what_it_computes_alone(name, data, blueprint, grown, price):
+    torch.manual_seed(0)
+    net, host = with_seeds(HOST[name], data, blueprint, 1.0).eval(), HOST[name]
+    torch.manual_seed(0)
+    alone = with_seeds(host, data, "none", 1.0).eval()
+    x = data.train[0][:4]
+    torch.testing.assert_close(net(x), alone(x), rtol=0, atol=0)
+    assert num_params(net) - num_params(alone) == grown
+    whole = replace(host, net=lambda width: with_seeds(host, data, blueprint, width))
+    assert forward_flops(whole, data, 1.0) / forward_flops(host, data, 1.0) == pytest.approx(price, abs=5e-4)
 
 
 def test_every_usual_way_costs_what_the_budget_is_up_to_one_batch_of_each_run():

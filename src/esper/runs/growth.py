@@ -79,9 +79,9 @@ PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
 _FREE, _FREE_RATES = 1.02, (1.0, 3.0)
 """Price of an architecture, in that of the network alone, up to which it costs nothing, and the factors of its rate."""
-_HARM = 0.02
-"""Share by which the loss of the network alone must be lower than that of what is free, or else that goes on: what it
-is worth shows late (docs/experiments.md)."""
+_EARLY = 0.02
+"""Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
+else that goes on: what it is worth shows late (docs/experiments.md)."""
 _FAST, _SLOWER_UNTIL = 0.1, 0.1
 """Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage."""
 _FEW = 3
@@ -90,9 +90,8 @@ _KEPT_SHARE = 0.6
 """Share of the compute that the candidate that is kept should have at least, unless it has twice its steps."""
 _MANY_RUNS = 6.0
 """Trainings of the network alone from which on the price of a candidate does not matter any more."""
-_RACED, _MOST_RACED = 0.65, 3.0
-"""Exponent of the trainings of the network alone that the budget holds, which gives those that "auto" leaves to the
-network that is kept at least: 1 of 1, 2 of 3, and 3 of 5 or more (docs/experiments.md)."""
+_RACED = 0.7
+"""Share of the steps that the budget holds of the network that is kept which "auto" leaves to it."""
 _SHORT = 2_000
 """Batches of the network alone in the whole budget below which "auto" halves their size: more steps are worth more
 there than smoother gradients. Where these are too few as well, there is no race (docs/experiments.md)."""
@@ -373,7 +372,7 @@ class Growth:
             self._pool = self._architectures()
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
-        self._free = None if self._is_rich or method != "auto" or steps else self._free_of(self._pool)
+        self._free = self._free_of(self._pool) if method == "auto" else None
         begin, self.stages = self._plan(method)
         self.begin(begin)
 
@@ -451,8 +450,6 @@ class Growth:
         """
         left, usual = self._left(), self._config.episode_length
         target = self._fixed or min(2.0 * usual, _KEPT_SHARE * left / self._of_step(Candidate()))
-        if method == "auto" and not self._fixed:
-            target = usual * min((left / (usual * self._of_step(Candidate()))) ** _RACED, _MOST_RACED)
         if method == "portfolio":
             target = min(target, usual)
         if method == "hill_climbing":
@@ -470,11 +467,9 @@ class Growth:
             sizes = [(climbs, new) for new in (8, 4, 2, 1) for climbs in (4, 3, 2, 1)]
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
-            most = len(self._pool) if self._fixed or self._batches() >= _SHORT else 0
-            if self._free:
-                races = [([plain[0], *(Candidate(self._free, rate) for rate in _FREE_RATES)], racing_stages(0))]
-            else:
-                races = [(plain, racing_stages(new)) for new in range(most, -1, -1)]
+            most = len(self._pool) if self._is_rich and self._batches() >= _SHORT else 0
+            first = [plain[0], *(Candidate(self._free, rate) for rate in _FREE_RATES)] if self._free else plain
+            races = [(first, racing_stages(new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
@@ -483,6 +478,8 @@ class Growth:
             if max(stage.kept + stage.new for stage in stages) > self._most:
                 continue
             steps = self._longest(candidates, stages)
+            if method == "auto" and not self._fixed:
+                target = _RACED * left / self._costs(candidates, stages, self._at_once)[-1]
             if steps >= target and (self._fixed or steps) * stages[0].until >= least:
                 break
         return candidates, stages if self.budget.flops else side_by_side(stages, int(self._at_once))
@@ -732,11 +729,15 @@ class Growth:
         if self.failed == _PATIENCE:
             self.stages, stage = (*self.stages[: self.stage], self.stages[-1]), self.stages[-1]
         self.begun, self._before = self.t, (self.training_seconds, self.lasted)
-        new = self._neighbours(candidate or self.entries[row].candidate)
-        if self._free and self.stage == 1 and self._is_fast(row):
-            stage, new = Stage(_SLOWER_UNTIL, 1, 1), [replace(self.entries[row].candidate, rate=RATES[1])]
-            self.stages = (self.stages[0], stage, self.stages[-1])
-        self._continue([*chosen, *((row, one) for one in new[: stage.new])])
+        candidate, parent, slower = candidate or self.entries[row].candidate, row, []
+        if self._free and self.stage == 1:
+            parent = next(other for other in self.rows if not self.entries[other].candidate.architecture.slots)
+            slower = [(row, replace(candidate, rate=RATES[1]))] if self._is_fast(row) and candidate.rate == 1.0 else []
+            if slower and not stage.new:
+                stage = Stage(_SLOWER_UNTIL, 1)
+                self.stages = (self.stages[0], stage, *self.stages[1:])
+        grown = self._neighbours(replace(self.entries[parent].candidate, rate=candidate.rate))
+        self._continue([*chosen, *slower, *((parent, one) for one in grown[: stage.new])])
 
     def _is_fast(self, row: int) -> bool:
         """Whether three times the learning rate is clearly worse than that of the task, which may be too high too."""
@@ -748,7 +749,7 @@ class Growth:
         """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
         entry = self.entries[row]
         price = 0.0 if self._is_rich else math.log2(entry.flops / self._prices.flops(Architecture()))
-        share = _LEAST_GAIN * price if entry.candidate.architecture.slots or not self._free else _HARM
+        share = _LEAST_GAIN * price if self._free in (None, entry.candidate.architecture) else _EARLY
         loss = entry.loss[-1] + share * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 

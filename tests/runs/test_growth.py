@@ -172,16 +172,41 @@ def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow
     ],
 )
 def test_the_first_stage_of_a_small_budget_ends_with(small, losses, continued, until):
-    while small.t < small.end - 1:
-        small.step()
-    for entry, loss in zip(small.entries, losses, strict=True):
-        entry.val.append(50.0)
-        entry.loss.append(loss)
-    small.t = small.measured = small.end
-    small._next_stage()
+    end_of_stage(small, losses)
     assert [small.entries[row].candidate for row in small.rows] == continued
     assert small.stages[1].until == until
     assert finished(small).result()[1] in range(len(small.entries))
+
+
+def end_of_stage(growth: Growth, losses: tuple[float, ...]) -> None:
+    """Train to the end of the stage, where the rows have these losses."""
+    while growth.t < growth.end - 1:
+        growth.step()
+    for row, loss in zip(growth.rows, losses, strict=True):
+        growth.entries[row].val.append(50.0)
+        growth.entries[row].loss.append(loss)
+    growth.t = growth.measured = growth.end
+    growth._next_stage()
+
+
+def test_in_a_race_architectures_grow_from_the_network_alone_and_must_be_clearly_better_than_what_is_free(
+    grow, step_flops
+):
+    growth = grow("auto", flops=400 * step_flops)
+    many = growth.stages[1].new
+    assert many >= 2
+    end_of_stage(growth, (1.0, 1.0, 0.9))
+    best, *others = (growth.entries[row] for row in growth.rows)
+    assert best.candidate == FASTER
+    assert len(others) == many
+    assert {(entry.parent, entry.candidate.rate) for entry in others} == {(0, 3.0)}  # entry 0 is the network alone
+    assert FREE not in {entry.candidate.architecture for entry in others}
+    one, other = (entry.candidate for entry in others[:2])
+    end_of_stage(growth, (0.5, 0.491, 0.495, *(0.6 for _ in others[2:])))
+    assert [growth.entries[row].candidate for row in growth.rows] == [FASTER, one]
+    end_of_stage(growth, (0.4, 0.39))  # 2.5 % lower
+    assert [growth.entries[row].candidate for row in growth.rows] == [one]
+    assert other != one
 
 
 def test_blueprints_of_the_user_are_tried_first(step_flops):

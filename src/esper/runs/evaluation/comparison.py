@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The trained controller against the best baseline, or that one against wait_only."""
+        """The best baseline against the trained controller, or against wait_only."""
         return verdict(self.rows, self.size)
 
     def report(self) -> dict[str, Any]:

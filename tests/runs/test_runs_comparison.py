@@ -104,6 +104,9 @@ def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path:
     assert without_times(alone["rows"]["random"]) == without_times(among["rows"]["random"])
     assert among["rows"].keys() == names
     assert alone["rows"].keys() == {"random", "wait_only"}  # the reference is always there
+    waiting = compared(["wait_only", *size], tmp_path / "c.json")
+    assert without_times(waiting["rows"]["wait_only"]) == without_times(among["rows"]["wait_only"])
+    assert waiting["rows"].keys() == {"wait_only"}
 
 
 def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evaluated(tmp_path: Path) -> None:

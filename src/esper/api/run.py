@@ -288,6 +288,11 @@ def train_policy(
     return file
 
 
+def _is_baseline(name: Run | Path | str) -> bool:
+    """Whether it is the name of a baseline, or a policy file, and not a run."""
+    return not isinstance(name, Run) and (str(name) in known_names() or is_policy_file(str(name)))
+
+
 def evaluate(
     run: Run | Path | str | Sequence[Run | Path | str],
     *baselines: str,
@@ -307,9 +312,9 @@ def evaluate(
 
     Args:
         run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
-            controller, trained several times.
+            controller, trained several times. Or a baseline: then `task` is needed, and no controller is trained.
         baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
-        task: another task that the controller is transferred to.
+        task: another task that the controller is transferred to; that of baselines without a run.
         episode_length: control steps; as in the run, or set by the task, if not given.
         num_envs: networks per controller and run.
         seed: of the networks; that of each run + 1,000,000 if not given, which is needed for several runs.
@@ -329,16 +334,19 @@ def evaluate(
     """
     from esper.runs.evaluation.comparison import compare
 
-    given_runs = [run] if isinstance(run, Run | Path | str) else run
-    runs = [one if isinstance(one, Run) else Run(expanded(one)) for one in given_runs]
-    if not runs:
+    first = [run] if isinstance(run, Run | Path | str) else run
+    if not first:
         raise ConfigError("run is an empty list; name at least one run.")
+    runs = [one if isinstance(one, Run) else Run(expanded(one)) for one in first if not _is_baseline(one)]
     for name in baselines:
-        if name not in known_names() and not is_policy_file(name):
+        if not _is_baseline(name):
             raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
+    baselines = (*(str(one) for one in first if _is_baseline(one)), *baselines)
+    if not runs and (task is None or best):
+        raise ConfigError(f"{', '.join(baselines)} and no run: give task, on which they are compared, and not best.")
     other = None if task is None else spec_of(task)
     own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}
-    if out is not None and any(one.task is not None for one in runs):
+    if out is not None and (isinstance(task, Task) or any(one.task is not None for one in runs)):
         raise ConfigError("outcomes of a task that only a program knows cannot be recognized later; leave out out.")
     changes = given({}, device=device, episode_length=episode_length, task=None if other is None else other.name)
     with ExitStack() as stack:
@@ -347,7 +355,7 @@ def evaluate(
         stack.enter_context(in_process(None))
         stack.enter_context(ranks_of_job())
         return compare(
-            [one.resolved(changes) for one in runs],
+            [one.resolved(changes) for one in runs] or [resolve(changes)],
             [one.directory for one in runs],
             baselines,
             best=best,

@@ -329,6 +329,8 @@ def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
     growing = [row for row in by_value if row.name not in (STATIC, COMMON)]
     best = by_value[0]
     other = rows[0] if has_run else next(row for row in rows if row.name == REFERENCE)
+    if len(rows) == 1:
+        return f"{REFERENCE} alone, on {size}; name other baselines, or a run, to compare it with."
     if best is other:
         return f"No baseline is better than {REFERENCE} on {size}."
     first = _against(best, f"the best baseline, {best.name}," if has_run else best.name, other, size)

@@ -170,6 +170,7 @@ REFUSED = [
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("tasks digit", "did you mean 'digits'?"),
+    ("grwo digits", "unknown command 'grwo'; did you mean 'grow'?"),
 ]
 
 
@@ -202,8 +203,9 @@ def test_bad_input_is_refused_in_one_paragraph_and_changes_nothing(crowded, monk
     ("arguments", "said"),
     [
         ("", "train, evaluate, grow, export, search, query, report,"),
-        ("bogus", "Unrecognized options: bogus"),
+        ("--bogus", "Unrecognized options: --bogus"),
         ("train --roundz 3", "--rounds"),
+        ("grow digits --max-param 5", "--max-params"),
         ("train --rounds", "--rounds"),
     ],
 )

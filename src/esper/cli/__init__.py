@@ -22,7 +22,15 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_f
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Mcp, Serve, mcp, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import ConfigError, EsperError, Stopped, in_a_sentence, read_in_a_shell, refusing_exit
+from esper.leyline.errors import (
+    ConfigError,
+    EsperError,
+    Stopped,
+    in_a_sentence,
+    nearest,
+    read_in_a_shell,
+    refusing_exit,
+)
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -81,6 +89,8 @@ def _run(given: list[str]) -> int:
     try:
         with read_in_a_shell(), in_a_sentence():
             name = given[0] if given else ""
+            if name not in COMMANDS and name and not name.startswith("-"):
+                raise ConfigError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
             if name not in COMMANDS:
                 all_of_them: Any = reduce(
                     or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in COMMANDS.items())

@@ -398,6 +398,13 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder
     assert list(folder.iterdir()) == []
 
 
+def test_a_warning_is_one_line_without_its_place_and_is_said_once(folder):
+    lines = 'warnings.warn("a seed\\n   is slow", stacklevel=1)\n' * 2
+    (folder / "noisy.py").write_text(f"import warnings\n{lines}warnings.warn(DeprecationWarning('of others'))\n")
+    done = subprocess.run([*ESPER, "tasks", "--plugins", "noisy.py"], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "warning: a seed is slow\n")
+
+
 def test_an_interrupted_import_of_a_compiled_module_is_a_stop_and_others_are_errors(monkeypatch, capsys):
     def imports(cause: BaseException | None) -> Callable[[object], int]:
         def run(command: object) -> int:

@@ -7,8 +7,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from esper.leyline.errors import (
     read_in_a_shell,
     refusing_exit,
 )
+from esper.telemetry.progress import RunConsole
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -87,7 +89,7 @@ def _run(given: list[str]) -> int:
         print(f"esper {esper.__version__}")
         return 0
     try:
-        with read_in_a_shell(), in_a_sentence():
+        with read_in_a_shell(), in_a_sentence(), _warnings_in_a_line():
             name = given[0] if given else ""
             if name not in COMMANDS and name and not name.startswith("-"):
                 raise ConfigError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
@@ -122,6 +124,26 @@ def _run(given: list[str]) -> int:
             raise
         print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Each warning inside is printed once, by the first rank, without the place in the code."""
+    usual, said = warnings.formatwarning, set[str]()
+
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = f"warning: {' '.join(str(message).split())}\n"
+        is_new = text not in said and not RunConsole.silent
+        said.add(text)
+        return text if is_new else ""
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _drop_output() -> None:

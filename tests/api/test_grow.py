@@ -244,6 +244,13 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         esper.load(tmp_path)
 
 
+@pytest.mark.parametrize("method", ["auto", "wait_only"])
+def test_a_limit_below_the_network_alone_is_refused_before_data_are_loaded(task, method, monkeypatch):
+    monkeypatch.setattr("esper.api.grow.dataset_of", lambda config, device: pytest.fail("data are loaded"))
+    with pytest.raises(ConfigError, match="the budget allows 5 parameters, but the network alone has [0-9,]+; allow"):
+        grow(task, method, budget=esper.Budget(params=5))
+
+
 def test_a_structure_that_is_given_grows_from_the_first_step(task):
     found = grow(task, "static_final", steps=2, architecture=["stem norm ADD"])
     assert [(seed.slot, seed.blueprint) for seed in found.network.description.seeds] == [("stem", "norm")]

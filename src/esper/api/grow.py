@@ -331,6 +331,7 @@ def grow(
         name = min(limits)
         raise ConfigError(f"unknown argument {name}; limits are given as budget=esper.Budget({name}=...).")
     spec, budget = spec_of(task), budget or Budget()
+    budget.require_room(spec)
     if best_of < 1:
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if steps is not None and steps < 1:

@@ -43,7 +43,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder, capfd):
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
     first, note, memory, cost, second, third, *rounds, done, best, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
-    assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
+    assert note.startswith("note: no seed can be fossilized before step 8, but an episode ends with step 3;")
     assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
     # ceil(1078 / 128) batches
     assert re.fullmatch(

@@ -222,7 +222,9 @@ def test_losses_and_metrics_of_the_users_reach_the_end():
 
 def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
     esper.grow(task, "wait_only", steps=2)
-    assert capsys.readouterr().out.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
+    said = capsys.readouterr().out
+    assert said.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
+    assert said.count("an episode ends with step 2; use a larger steps, or a smaller lifecycle.min_training") == 1
     grow(task, "wait_only", steps=2)
     assert capsys.readouterr().out == ""
 

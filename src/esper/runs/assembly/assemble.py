@@ -16,7 +16,7 @@ from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import policy_bytes, rollout_bytes
 from esper.simic.compilation import CompiledStep
 from esper.tamiyo.baselines import STATIC
-from esper.tasks.datasets import Dataset
+from esper.tasks.datasets import Dataset, coarse
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
 from esper.tolaria.build import build_engine, load_dataset
@@ -126,6 +126,8 @@ def require_memory(
     rollout, policy = rollout_bytes(config.episode_length, slots, config.ppo), policy_bytes(slots, config.ppo)
     free = available_bytes(device) if available is None else available
     for note in _too_short(config, "steps" if setting == "best_of" else "episode_length"):
+        say(note)
+    for note in coarse(dataset) if dataset is not None else ():
         say(note)
     if dataset is None:
         scripted = MemoryPrediction(

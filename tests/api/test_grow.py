@@ -77,7 +77,9 @@ def test_the_timeline_tells_the_life_of_each_seed(grown):
     assert header.split() == ["step", "slot", "event", "blueprint", "alpha", "accuracy"]
     assert lines[4].split()[:4] == ["6", "layer2.1", "fossilized", "conv_light"]
     assert repr(grown.timeline) == str(grown.timeline)
-    assert repr(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
+    points = f"accuracy {grown.points:.2f}"
+    assert repr(grown) == f"Grown('mynet': {grown.num_params:,} parameters, conv_light in layer2.1, {points})"
+    assert str(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
 
 
 def test_what_a_slot_does_after_its_seed_was_pruned_is_not_told(task):
@@ -110,13 +112,13 @@ def test_a_text_has_the_perplexity_of_its_tokens_without_padding(task, grown, tm
     with torch.no_grad():
         loss = F.cross_entropy(found.module(x).flatten(0, 1), y.flatten(), ignore_index=-1)
     assert found.perplexity == pytest.approx(math.exp(float(loss)))
-    assert f"; validation perplexity {found.perplexity:.2f}" in repr(found)
+    assert f"; validation perplexity {found.perplexity:.2f}" in str(found)
     assert 1.0 < run.summary["final_perplexity"] == run.summary["best_host"]["perplexity"] < 10.0
     compared = esper.evaluate(run, "wait_only", num_envs=1, progress=False)
     assert compared.rows[1].perplexity == pytest.approx(math.exp(compared.rows[1].hosts["loss"][0]))
     assert "perplexity" in str(compared)
     assert grown.perplexity is None
-    assert "perplexity" not in repr(grown)
+    assert "perplexity" not in str(grown)
 
 
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):

@@ -265,6 +265,12 @@ class Grown:
             ) from error
 
     def __repr__(self) -> str:
+        found = self.network.description
+        grown = ", ".join(f"{seed.blueprint} in {seed.slot}" for seed in found.seeds) or "nothing grew"
+        points = "" if found.val is None else f", {found.unit} {found.val:.2f}"
+        return f"Grown({found.task!r}: {self.num_params:,} parameters, {grown}{points})"
+
+    def __str__(self) -> str:
         own = f"{self.network.description.task}\n{self.network.summary}"
         if self.leaderboard is None:
             return own

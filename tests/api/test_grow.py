@@ -248,6 +248,17 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         esper.load(tmp_path)
 
 
+def test_networks_that_grew_too_large_to_be_kept_are_counted(task, capsys):
+    said = {}
+    for params in (500, 100_000):
+        budget = esper.Budget(params=params)
+        grown = esper.grow(task, "random", seed=1, best_of=3, steps=30, budget=budget, executor="streamed")
+        said[params] = [line for line in capsys.readouterr().out.splitlines() if "parameters of the budget" in line]
+        assert grown.num_params <= params
+    note = "note: 1 of 3 networks grew to more than the 500 parameters of the budget and cannot be kept"
+    assert said == {500: [note], 100_000: []}
+
+
 @pytest.mark.parametrize("method", ["auto", "wait_only"])
 def test_a_limit_below_the_network_alone_is_refused_before_data_are_loaded(task, method, monkeypatch):
     monkeypatch.setattr("esper.api.grow.dataset_of", lambda config, device: pytest.fail("data are loaded"))

@@ -468,6 +468,11 @@ def _grown(
             f"the budget allows {budget.params:,} parameters, and every network that {name} grew has more; allow more, "
             f"grow more networks with {option('best_of')}, or choose the method auto, which keeps to the limit."
         )
+    if large.any():
+        out.say(
+            f"note: {int(large.sum())} of {networks} grew to more than the {budget.params:,} parameters of the budget "
+            "and cannot be kept"
+        )
     best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss), large))[0])
     test = float(host_read(engine.test())[0][best])
     network = GrownNetwork.of(engine, task, dataset, stats, host=best, test=test)

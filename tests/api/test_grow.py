@@ -2,9 +2,13 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import math
 import pickle
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -289,6 +293,41 @@ def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_
     assert grown.points == pytest.approx(100.0 * r2_score(targets.flatten(1), outputs.flatten(1)), abs=1e-3)
     changed = torch.cat((x[:, :5], x[:, 5:] + 1.0), dim=1)
     assert torch.allclose(grown.module(changed)[:, :5], outputs[:, :5], atol=1e-6) is not both
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Imports a file as a module of this name."""
+
+    def by(file: Path, name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return by
+
+
+def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path):
+    x, y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+
+    def again(model: Any) -> Any:
+        task = esper.Task(model, train=(x, y), val=(x, y), batch=20, min_training_epochs=1)
+        return task.spec.enabled, grow(task, "fixed_schedule_fill", steps=12)
+
+    slots, first = again(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)))
+    assert {seed.slot for seed in first.network.description.seeds} == set(slots)
+    again_slots, _ = again(first.module)
+    assert again_slots
+    assert set(again_slots) <= {f"network.{path}" for path, _ in first.module.network.named_modules()}
+
+    first.save(tmp_path / "first")
+    _, second = again(imported(tmp_path / "first" / "model.py", "first_model").load_model)
+    assert second.network.description.seeds
+    assert "model.py" in {file.name for file in second.save(tmp_path / "second").files}
+    network = imported(tmp_path / "second" / "model.py", "second_model").load_model()
+    assert torch.allclose(network(x), second.module(x), atol=1e-5)
 
 
 # -- what is printed, and what is never chosen ------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A verb imports what it runs, as a command of the command line does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import polars
 
     from esper.runs.evaluation.comparison import Comparison
+    from esper.runs.evaluation.rewards import RewardComparison
     from esper.telemetry.record.reader import Record
 
 
@@ -161,7 +163,7 @@ class Run:
         require_finished(summary, self.directory, task=self.task is not None)
         return self
 
-    def evaluate(self, *baselines: str, **options: Any) -> "Comparison":  # noqa: ANN401 -- see `esper.evaluate`
+    def evaluate(self, *baselines: str, **options: Any) -> "Comparison | RewardComparison":  # noqa: ANN401 -- see `esper.evaluate`
         """`esper.evaluate(run, *baselines, **options)`."""
         return evaluate(self, *baselines, **options)
 
@@ -305,14 +307,14 @@ def evaluate(
     out: Path | str | None = None,
     device: str | None = None,
     progress: bool = True,
-) -> "Comparison":
+) -> "Comparison | RewardComparison":
     """Compare the controller of a run with baselines on the same new networks, as `esper evaluate` does.
 
     The controller is not trained further; the run directory is not changed.
 
     Args:
         run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
-            controller, trained several times. Or a baseline: then `task` is needed, and no controller is trained.
+            controller, trained several times; with other rewards or settings of the learner they are compared. Or a baseline: then `task` is needed, and no controller is trained.
         baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
         task: another task that the controller is transferred to; that of baselines without a run.
         episode_length: control steps; as in the run, or set by the task, if not given.
@@ -333,6 +335,7 @@ def evaluate(
         ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
     from esper.runs.evaluation.comparison import compare
+    from esper.runs.evaluation.rewards import compare_rewards, differ_in_learning
 
     first = [run] if isinstance(run, Run | Path | str) else run
     if not first:
@@ -354,8 +357,9 @@ def evaluate(
             stack.enter_context(in_process(spec))
         stack.enter_context(in_process(None))
         stack.enter_context(ranks_of_job())
-        return compare(
-            [one.resolved(changes) for one in runs] or [resolve(changes)],
+        configs = [one.resolved(changes) for one in runs] or [resolve(changes)]
+        return (partial(compare_rewards, compare) if differ_in_learning(configs) else compare)(
+            configs,
             [one.directory for one in runs],
             baselines,
             best=best,

@@ -314,7 +314,8 @@ def evaluate(
 
     Args:
         run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
-            controller, trained several times; with other rewards or settings of the learner they are compared. Or a baseline: then `task` is needed, and no controller is trained.
+            controller, trained several times; with other rewards or settings of the learner they are compared. Or a
+            baseline, which needs `task`.
         baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
         task: another task that the controller is transferred to; that of baselines without a run.
         episode_length: control steps; as in the run, or set by the task, if not given.

@@ -7,8 +7,9 @@
 
 The kind of features is that of most layers. A place is the output of a module that is called once, in front of the
 output layer; of nested modules with the same output, the outermost. Nothing is proposed inside of a module that is a
-place itself, unless it is an `nn.Sequential` or half of the network, nor inside of a seed of a grown network. Places that everything passes through come before
-those in a branch: with the features of other examples there, the network gives the outputs of those.
+place itself, unless it is an `nn.Sequential` or half of the network, nor inside of a seed of a grown network. Places
+that everything passes through come before those in a branch: with the features of other examples there, the network
+gives the outputs of those.
 """
 
 import re

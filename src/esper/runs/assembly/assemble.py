@@ -116,8 +116,9 @@ def require_memory(
 ) -> None:
     """Say how much memory and time `num_envs` hosts will need, and before it what makes their results poor.
 
-    Nothing is said of the memory of scripted hosts that fit. All of them are trained in `episodes`. This process can still take `available` bytes, which are measured if they are
-    not given. `setting` is the name under which the user gave the number of hosts.
+    Nothing is said of the memory of scripted hosts that fit. All of them are trained in `episodes`. This process can
+    still take `available` bytes, which are measured if they are not given. `setting` is the name under which the user
+    gave the number of hosts: where that is best_of, control steps are called steps.
 
     Raises:
         ConfigError: they do not fit; it names the largest number that does.

@@ -3,7 +3,8 @@
     runs trained with objective --compare--> figures of each host --+
     runs trained with shaped ----compare--> figures of each host --+--> table of means, paired differences over hosts
 
-The runs differ in what trains a controller alone and have the same seeds. What is said of rewards holds for any of them.
+The runs differ in what trains a controller alone and have the same seeds. What is said of rewards holds for settings
+of the learner too.
 """
 
 import math

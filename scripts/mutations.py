@@ -230,7 +230,7 @@ RUNS = [
     _m("runs: the interquartile mean keeps the extremes",
        "trim_mean(values, 0.25, axis=axis)", "trim_mean(values, 0.2, axis=axis)", "tests/runs", "statistics or rows or comparison"),
     _m("runs: the verdict turns the probability around",
-       "1.0 - best.improvement.mean if has_run", "best.improvement.mean if has_run", "tests/runs", "rows or comparison"),
+       "100 * row.improvement.mean", "100 - 100 * row.improvement.mean", "tests/runs", "rows or comparison"),
     _m("runs: a damaged checkpoint is loaded",
        'if _digest(text, state) != digest:', 'if digest is None:', "tests/runs", "checkpoint"),
     _m("runs: a stopped run forgets the cost of its round",

@@ -43,7 +43,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder, capfd):
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
     first, note, memory, cost, second, third, *rounds, done, best, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
-    assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
+    assert note.startswith("note: no seed can be fossilized before step 8, but an episode ends with step 3;")
     assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
     # ceil(1078 / 128) batches
     assert re.fullmatch(
@@ -170,6 +170,7 @@ REFUSED = [
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("tasks digit", "did you mean 'digits'?"),
+    ("grwo digits", "unknown command 'grwo'; did you mean 'grow'?"),
 ]
 
 
@@ -202,8 +203,9 @@ def test_bad_input_is_refused_in_one_paragraph_and_changes_nothing(crowded, monk
     ("arguments", "said"),
     [
         ("", "train, evaluate, grow, export, search, query, report,"),
-        ("bogus", "Unrecognized options: bogus"),
+        ("--bogus", "Unrecognized options: --bogus"),
         ("train --roundz 3", "--rounds"),
+        ("grow digits --max-param 5", "--max-params"),
         ("train --rounds", "--rounds"),
     ],
 )
@@ -394,6 +396,13 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(folder
     assert f"{setting} is 1000000, which needs about" in err
     assert f"fit: set {setting} to" in " ".join(err.split())
     assert list(folder.iterdir()) == []
+
+
+def test_a_warning_is_one_line_without_its_place_and_is_said_once(folder):
+    lines = 'warnings.warn("a seed\\n   is slow", stacklevel=1)\n' * 2
+    (folder / "noisy.py").write_text(f"import warnings\n{lines}warnings.warn(DeprecationWarning('of others'))\n")
+    done = subprocess.run([*ESPER, "tasks", "--plugins", "noisy.py"], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "warning: a seed is slow\n")
 
 
 def test_an_interrupted_import_of_a_compiled_module_is_a_stop_and_others_are_errors(monkeypatch, capsys):

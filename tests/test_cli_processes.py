@@ -27,6 +27,8 @@ def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
     said = capfd.readouterr().out
     assert ("note: no seed can be fossilized before step 15, but" in said) == noted
     assert ("note:" in said) == noted
+    assert main(["evaluate", "random", *small[:4], *small[6:]]) == 0
+    assert capfd.readouterr().err.count("note: no seed can be fossilized before step 15, but") == noted
 
 
 @pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["evaluate", "--help"]])

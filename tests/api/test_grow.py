@@ -2,9 +2,13 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import math
 import pickle
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +81,9 @@ def test_the_timeline_tells_the_life_of_each_seed(grown):
     assert header.split() == ["step", "slot", "event", "blueprint", "alpha", "accuracy"]
     assert lines[4].split()[:4] == ["6", "layer2.1", "fossilized", "conv_light"]
     assert repr(grown.timeline) == str(grown.timeline)
-    assert repr(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
+    points = f"accuracy {grown.points:.2f}"
+    assert repr(grown) == f"Grown('mynet': {grown.num_params:,} parameters, conv_light in layer2.1, {points})"
+    assert str(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
 
 
 def test_what_a_slot_does_after_its_seed_was_pruned_is_not_told(task):
@@ -110,13 +116,13 @@ def test_a_text_has_the_perplexity_of_its_tokens_without_padding(task, grown, tm
     with torch.no_grad():
         loss = F.cross_entropy(found.module(x).flatten(0, 1), y.flatten(), ignore_index=-1)
     assert found.perplexity == pytest.approx(math.exp(float(loss)))
-    assert f"; validation perplexity {found.perplexity:.2f}" in repr(found)
+    assert f"; validation perplexity {found.perplexity:.2f}" in str(found)
     assert 1.0 < run.summary["final_perplexity"] == run.summary["best_host"]["perplexity"] < 10.0
     compared = esper.evaluate(run, "wait_only", num_envs=1, progress=False)
     assert compared.rows[1].perplexity == pytest.approx(math.exp(compared.rows[1].hosts["loss"][0]))
     assert "perplexity" in str(compared)
     assert grown.perplexity is None
-    assert "perplexity" not in repr(grown)
+    assert "perplexity" not in str(grown)
 
 
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
@@ -222,7 +228,9 @@ def test_losses_and_metrics_of_the_users_reach_the_end():
 
 def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
     esper.grow(task, "wait_only", steps=2)
-    assert capsys.readouterr().out.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
+    said = capsys.readouterr().out
+    assert said.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
+    assert said.count("an episode ends with step 2; use a larger steps, or a smaller lifecycle.min_training") == 1
     grow(task, "wait_only", steps=2)
     assert capsys.readouterr().out == ""
 
@@ -242,6 +250,24 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         grow("null")
     with pytest.raises(RunDirectoryError, match="holds neither a run"):
         esper.load(tmp_path)
+
+
+def test_networks_that_grew_too_large_to_be_kept_are_counted(task, capsys):
+    said = {}
+    for params in (500, 100_000):
+        budget = esper.Budget(params=params)
+        grown = esper.grow(task, "random", seed=1, best_of=3, steps=30, budget=budget, executor="streamed")
+        said[params] = [line for line in capsys.readouterr().out.splitlines() if "parameters of the budget" in line]
+        assert grown.num_params <= params
+    note = "note: 1 of 3 networks grew to more than the 500 parameters of the budget and cannot be kept"
+    assert said == {500: [note], 100_000: []}
+
+
+@pytest.mark.parametrize("method", ["auto", "wait_only"])
+def test_a_limit_below_the_network_alone_is_refused_before_data_are_loaded(task, method, monkeypatch):
+    monkeypatch.setattr("esper.api.grow.dataset_of", lambda config, device: pytest.fail("data are loaded"))
+    with pytest.raises(ConfigError, match="the budget allows 5 parameters, but the network alone has 379; allow"):
+        grow(task, method, budget=esper.Budget(params=5))
 
 
 def test_a_structure_that_is_given_grows_from_the_first_step(task):
@@ -267,6 +293,41 @@ def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_
     assert grown.points == pytest.approx(100.0 * r2_score(targets.flatten(1), outputs.flatten(1)), abs=1e-3)
     changed = torch.cat((x[:, :5], x[:, 5:] + 1.0), dim=1)
     assert torch.allclose(grown.module(changed)[:, :5], outputs[:, :5], atol=1e-6) is not both
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Imports a file as a module of this name."""
+
+    def by(file: Path, name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return by
+
+
+def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path):
+    x, y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+
+    def again(model: Any) -> Any:
+        task = esper.Task(model, train=(x, y), val=(x, y), batch=20, min_training_epochs=1)
+        return task.spec.enabled, grow(task, "fixed_schedule_fill", steps=12)
+
+    slots, first = again(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)))
+    assert {seed.slot for seed in first.network.description.seeds} == set(slots)
+    again_slots, _ = again(first.module)
+    assert again_slots
+    assert set(again_slots) <= {f"network.{path}" for path, _ in first.module.network.named_modules()}
+
+    first.save(tmp_path / "first")
+    _, second = again(imported(tmp_path / "first" / "model.py", "first_model").load_model)
+    assert second.network.description.seeds
+    assert "model.py" in {file.name for file in second.save(tmp_path / "second").files}
+    network = imported(tmp_path / "second" / "model.py", "second_model").load_model()
+    assert torch.allclose(network(x), second.module(x), atol=1e-5)
 
 
 # -- what is printed, and what is never chosen ------------------------------------------------------------------------

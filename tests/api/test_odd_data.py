@@ -52,6 +52,27 @@ def read_only(x: Tensor) -> np.ndarray:
     return array
 
 
+COARSE = "note: measurements are coarse, because "
+
+
+@pytest.mark.parametrize(
+    ("val", "said"),
+    [
+        ((VAL[0][:1], torch.tensor([1])), ["val has 1 example;", "2 of the classes of train (0, 2) are not in val;"]),
+        ((X[:49], torch.arange(49) % 3), ["val has 49 examples;"]),
+        ((X, torch.arange(64) % 2), ["1 of the classes of train (2) are not in val;"]),
+        ((X, torch.arange(64) % 3), []),
+    ],
+)
+def test_a_split_that_measures_coarsely_is_noted_once(val, said, capsys):
+    notes = []
+    for method in ("plain", "wait_only"):
+        esper.grow(task(val=val), method, steps=3, executor="streamed")
+        lines = [line.removeprefix(COARSE) for line in capsys.readouterr().out.splitlines() if COARSE in line]
+        notes.append([line.partition(";")[0] + ";" for line in lines])
+    assert notes == [said, said]
+
+
 AS_THEY_ARE = {
     "a column of labels": {
         "train": (X, Y[:, None]),

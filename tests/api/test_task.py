@@ -34,6 +34,17 @@ def test_classes_may_have_names():
         assert own_task(classes=("a", "b", "c"), metric=metric).spec.load(None, 0).class_names == ("a", "b", "c")
 
 
+def test_a_metric_in_zero_to_one_is_noted_and_others_are_not():
+    def share(outputs, y):
+        return torch.full((len(y),), 0.25)
+
+    with pytest.warns(UserWarning, match="of a new network, but points are expected, of which 100") as found:
+        vectors(metric=share)
+    assert "the metric of zero gives 0.25 to 0.25 for the examples" in str(found[0].message)
+    for right in (lambda o, y: 100.0 * share(o, y), lambda o, y: share(o, y) > 0.0, lambda o, y: -share(o, y)):
+        vectors(metric=right)
+
+
 @pytest.mark.parametrize("column", [False, True])
 def test_floats_give_squared_error_with_the_variance_of_the_training_targets(column):
     y = torch.tensor([0.0, 4.0] * 10)  # mean 2, every difference 2

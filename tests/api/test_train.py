@@ -126,6 +126,18 @@ def test_a_comparison_has_rows_a_verdict_and_a_table(run):
         esper.evaluate(run, "heuristik")
 
 
+def test_baselines_are_evaluated_without_a_run():
+    found = esper.evaluate("wait_only", task=own_task(), episode_length=2, num_envs=2, progress=False)
+    assert [row.name for row in found.rows] == ["wait_only"]
+    assert found.verdict.startswith("wait_only alone, on 2 hosts;")
+    assert found.verdict in str(found)
+    two = esper.evaluate("random", "heuristic", task=own_task(), episode_length=2, num_envs=1, progress=False)
+    assert {row.name for row in two.rows} == {"random", "heuristic", "wait_only"}
+    for wrong in ({}, {"task": own_task(), "best": True}):
+        with pytest.raises(ConfigError, match="random and no run: give task, on which they are compared, and not best"):
+            esper.evaluate("random", **wrong)
+
+
 def test_commands_say_where_a_task_of_a_program_is_continued(run, capfd):
     for words in (["train", "--resume", str(run.directory), "--rounds", "3"], ["evaluate", str(run.directory)]):
         assert main(words) == 2

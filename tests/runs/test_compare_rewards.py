@@ -12,7 +12,7 @@ import esper
 from esper.cli import main
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.evaluation.comparison import compare
-from esper.runs.evaluation.rewards import RewardComparison, _by_reward, compare_rewards, differ_in_reward
+from esper.runs.evaluation.rewards import RewardComparison, _by_reward, compare_rewards, differ_in_learning
 from esper.telemetry.progress import RunConsole
 
 PRICY = {"reward.objective_growth_weight": 0.3}
@@ -88,7 +88,7 @@ def test_with_several_seeds_a_run_is_one_unit_and_orders_do_not_matter(runs):
     found = compared(*paths, hosts=2)
     assert [group.seed for group in found.rewards["shaped"].groups] == [1_000_000, 1_000_001]
     assert found.units == 2
-    assert found.verdict == "2 runs cannot show whether rewards differ; at least 6 runs are needed."
+    assert found.verdict == "2 runs cannot show whether they differ; at least 6 runs are needed."
     assert "[" not in str(found).split("minus objective")[1].split("Means over")[0]  # nor are there intervals
 
 
@@ -101,19 +101,29 @@ def test_rewards_of_other_seeds_and_a_budget_are_refused(runs, capfd):
     assert "leave --flops-per-host out" in capfd.readouterr().err
 
 
-def test_runs_that_differ_in_more_than_the_reward_are_no_comparison_of_rewards(runs, tmp_path, capfd):
+def test_runs_that_differ_in_more_than_reward_and_learner_are_no_comparison(runs, tmp_path, capfd):
     configs = [config_of_run(runs(name), {}) for name in ("objective-0", "shaped-0", "objective-1")]
-    assert differ_in_reward(configs)
-    assert not differ_in_reward([configs[0], configs[2]])
-    trained(tmp_path / "run", reward="shaped", **{"ppo.lr": 0.1})
-    assert not differ_in_reward([configs[0], config_of_run(tmp_path / "run", {})])
+    assert differ_in_learning(configs)
+    assert not differ_in_learning([configs[0], configs[2]])
+    trained(tmp_path / "run", reward="shaped", **{"ppo.lr": 0.1, "lifecycle.min_prune_age": 2})
+    assert not differ_in_learning([configs[0], config_of_run(tmp_path / "run", {})])
     assert main(["evaluate", str(runs("objective-0")), str(tmp_path / "run")]) == 2
-    assert "ppo.lr is 0.0005 in the first and 0.1 in the other" in capfd.readouterr().err
+    assert "lifecycle.min_prune_age is 5 in the first and 2 in the other" in capfd.readouterr().err
+
+
+def test_settings_of_the_learner_are_compared_like_rewards(runs, tmp_path):
+    trained(tmp_path / "fast", reward="objective", **{"ppo.lr": 0.1})
+    found = esper.evaluate([runs("objective-0"), tmp_path / "fast"], num_envs=6, progress=False)
+    names = ["objective, ppo.lr 0.0005", "objective, ppo.lr 0.1"]
+    assert [row.name for row in found.rows] == [*names, "wait_only"]
+    assert f"minus {names[0]}" in str(found)
+    one, other = (np.array(row.hosts["objective"]) for row in found.rows[:2])
+    assert found.differences[names[1]]["100·J"].mean == pytest.approx((other - one).mean())
 
 
 def test_a_reward_that_needs_other_measurements_is_still_one_reward(runs):
     paths = [runs(name) for name in ("objective-0", "basic_plus-0")]
     configs = [config_of_run(path, {}) for path in paths]
     assert configs[0].lifecycle.fossils_as_players != configs[1].lifecycle.fossils_as_players
-    assert differ_in_reward(configs)
+    assert differ_in_learning(configs)
     assert list(_by_reward(list(zip(configs, paths, strict=True)))) == ["objective", "basic_plus"]

@@ -657,6 +657,10 @@ def test_the_pareto_set_has_what_no_smaller_network_beats():
     assert "In all 25 FLOPs and 1:01." in str(board)
 
 
+def test_a_factor_of_the_learning_rate_is_a_word_so_that_no_table_wraps_it():
+    assert [str(Candidate(rate=rate)).split()[3:] for rate in (1.0, 3.0, 1 / 3)] == [[], ["lr×3"], ["lr×0.33"]]
+
+
 def test_what_is_kept_has_one_figure_in_the_whole_table():
     entries = tuple(entry(*of) for of in ((81.0, 100), (82.0, 300), (80.0, 90)))
     entries[0].val, entries[0].loss = [83.0, 81.0], [1.0, 1.0]  # the first step is kept

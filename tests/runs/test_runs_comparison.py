@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,9 @@ def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path:
     assert without_times(alone["rows"]["random"]) == without_times(among["rows"]["random"])
     assert among["rows"].keys() == names
     assert alone["rows"].keys() == {"random", "wait_only"}  # the reference is always there
+    waiting = compared(["wait_only", *size], tmp_path / "c.json")
+    assert without_times(waiting["rows"]["wait_only"]) == without_times(among["rows"]["wait_only"])
+    assert waiting["rows"].keys() == {"wait_only"}
 
 
 def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evaluated(tmp_path: Path) -> None:
@@ -234,18 +238,19 @@ def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(
 def test_runs_of_different_conditions_are_refused_with_what_differs(
     seeds: list[str], run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", *seeds, str(run)]) == 2
+    shutil.copytree(seeds[0], tmp_path / "again")
+    assert main(["evaluate", *seeds, str(tmp_path / "again")]) == 2
     assert "were both trained with seed 0, so they are not independent" in capfd.readouterr().err
+    assert main(["evaluate", *seeds, str(run)]) == 2
+    assert "are not runs of one condition: " in capfd.readouterr().err
     for options, said in (
-        (("--set", "ppo.lr=0.1"), "ppo.lr is 0.0005 in the first and 0.1 in the other"),
-        (("--episode-length", "9"), "episode_length is 8 in the first and 9 in the other"),
+        (("--set", "ppo.lr=0.1"), "ppo.lr 0.0005 was trained with seed 0 and objective, ppo.lr 0.1 with 2; they are"),
+        (("--episode-length", "9"), "condition: episode_length is 8 in the first and 9 in the other"),
     ):
         other = tmp_path / options[1]
         assert small_runs.train(other, "null", 1, "--seed", "2", *options) == 0
         assert main(["evaluate", seeds[0], str(other)]) == 2
-        err = capfd.readouterr().err
-        assert "are not runs of one condition" in err
-        assert said in err
+        assert said in capfd.readouterr().err
     assert main(["evaluate", *seeds, "--seed", "5"]) == 2
     assert "1 seed given for 2 runs; give one for each run, or leave --seed out" in capfd.readouterr().err
     assert main(["evaluate", *seeds, "--seed", "5", "--seed", "5"]) == 2

@@ -221,8 +221,18 @@ def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped(
         progress.begin("heuristic, 2 hosts")
     assert written(console) == [
         "esper: random, 2 hosts (2 of 4, eta ...)",
-        "esper: heuristic, 2 hosts (3 of 4, eta 0:01)",  # two more of half a second
+        "esper: heuristic, 2 hosts (3 of 4, eta 0:02)",  # two thirds took half a second, and two passes are left
     ]
+
+
+def test_the_time_of_building_and_compiling_is_not_taken_for_that_of_a_step() -> None:
+    console, clock = plain(), Clock()
+    with PassProgress(console, 2, clock) as progress:
+        for seconds in (60.0, 2.0, PLAIN_INTERVAL):  # the first step waits for a compiler
+            clock.now += seconds
+            progress.advance(0.25)
+    # 32 seconds for half a pass, and 1.25 passes are left
+    assert written(console) == ["  pass 0/2  eta ...", "  pass 0/2  eta 1:20"]
 
 
 def test_numbers_are_short_texts() -> None:

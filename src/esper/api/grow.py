@@ -44,6 +44,7 @@ from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
+from esper.tasks.datasets import coarse
 from esper.telemetry.progress import PassProgress, RunConsole, RunProgress, warn
 from esper.telemetry.run_directory import CONFIG, EVENTS, plain_json
 from esper.tolaria.runtime import host_read
@@ -264,6 +265,12 @@ class Grown:
             ) from error
 
     def __repr__(self) -> str:
+        found = self.network.description
+        grown = ", ".join(f"{seed.blueprint} in {seed.slot}" for seed in found.seeds) or "nothing grew"
+        points = "" if found.val is None else f", {found.unit} {found.val:.2f}"
+        return f"Grown({found.task!r}: {self.num_params:,} parameters, {grown}{points})"
+
+    def __str__(self) -> str:
         own = f"{self.network.description.task}\n{self.network.summary}"
         if self.leaderboard is None:
             return own
@@ -331,6 +338,7 @@ def grow(
         name = min(limits)
         raise ConfigError(f"unknown argument {name}; limits are given as budget=esper.Budget({name}=...).")
     spec, budget = spec_of(task), budget or Budget()
+    budget.require_room(spec)
     if best_of < 1:
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if steps is not None and steps < 1:
@@ -460,6 +468,11 @@ def _grown(
             f"the budget allows {budget.params:,} parameters, and every network that {name} grew has more; allow more, "
             f"grow more networks with {option('best_of')}, or choose the method auto, which keeps to the limit."
         )
+    if large.any():
+        out.say(
+            f"note: {int(large.sum())} of {networks} grew to more than the {budget.params:,} parameters of the budget "
+            "and cannot be kept"
+        )
     best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss), large))[0])
     test = float(host_read(engine.test())[0][best])
     network = GrownNetwork.of(engine, task, dataset, stats, host=best, test=test)
@@ -490,6 +503,8 @@ def _raced(
     if dataset is None:
         raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
     out.say(f"esper: grow {config.task} by {method}, seed {seed}")
+    for note in coarse(dataset):
+        out.say(note)
     growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
     if file is not None and file.exists():
         growth.read(file)

@@ -5,6 +5,7 @@ A verb imports what it runs, as a command of the command line does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import polars
 
     from esper.runs.evaluation.comparison import Comparison
+    from esper.runs.evaluation.rewards import RewardComparison
     from esper.telemetry.record.reader import Record
 
 
@@ -161,7 +163,7 @@ class Run:
         require_finished(summary, self.directory, task=self.task is not None)
         return self
 
-    def evaluate(self, *baselines: str, **options: Any) -> "Comparison":  # noqa: ANN401 -- see `esper.evaluate`
+    def evaluate(self, *baselines: str, **options: Any) -> "Comparison | RewardComparison":  # noqa: ANN401 -- see `esper.evaluate`
         """`esper.evaluate(run, *baselines, **options)`."""
         return evaluate(self, *baselines, **options)
 
@@ -288,6 +290,11 @@ def train_policy(
     return file
 
 
+def _is_baseline(name: Run | Path | str) -> bool:
+    """Whether it is the name of a baseline, or a policy file, and not a run."""
+    return not isinstance(name, Run) and (str(name) in known_names() or is_policy_file(str(name)))
+
+
 def evaluate(
     run: Run | Path | str | Sequence[Run | Path | str],
     *baselines: str,
@@ -300,16 +307,17 @@ def evaluate(
     out: Path | str | None = None,
     device: str | None = None,
     progress: bool = True,
-) -> "Comparison":
+) -> "Comparison | RewardComparison":
     """Compare the controller of a run with baselines on the same new networks, as `esper evaluate` does.
 
     The controller is not trained further; the run directory is not changed.
 
     Args:
         run: from `esper.train` or `esper.load`, or its directory; a list of runs that differ in their seed alone is one
-            controller, trained several times.
+            controller, trained several times; with other rewards or settings of the learner they are compared. Or a
+            baseline, which needs `task`.
         baselines: names of baselines or registered policies; none means all baselines. wait_only is always compared.
-        task: another task that the controller is transferred to.
+        task: another task that the controller is transferred to; that of baselines without a run.
         episode_length: control steps; as in the run, or set by the task, if not given.
         num_envs: networks per controller and run.
         seed: of the networks; that of each run + 1,000,000 if not given, which is needed for several runs.
@@ -328,17 +336,21 @@ def evaluate(
         ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
     from esper.runs.evaluation.comparison import compare
+    from esper.runs.evaluation.rewards import compare_rewards, differ_in_learning
 
-    given_runs = [run] if isinstance(run, Run | Path | str) else run
-    runs = [one if isinstance(one, Run) else Run(expanded(one)) for one in given_runs]
-    if not runs:
+    first = [run] if isinstance(run, Run | Path | str) else run
+    if not first:
         raise ConfigError("run is an empty list; name at least one run.")
+    runs = [one if isinstance(one, Run) else Run(expanded(one)) for one in first if not _is_baseline(one)]
     for name in baselines:
-        if name not in known_names() and not is_policy_file(name):
+        if not _is_baseline(name):
             raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
+    baselines = (*(str(one) for one in first if _is_baseline(one)), *baselines)
+    if not runs and (task is None or best):
+        raise ConfigError(f"{', '.join(baselines)} and no run: give task, on which they are compared, and not best.")
     other = None if task is None else spec_of(task)
     own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}
-    if out is not None and any(one.task is not None for one in runs):
+    if out is not None and (isinstance(task, Task) or any(one.task is not None for one in runs)):
         raise ConfigError("outcomes of a task that only a program knows cannot be recognized later; leave out out.")
     changes = given({}, device=device, episode_length=episode_length, task=None if other is None else other.name)
     with ExitStack() as stack:
@@ -346,8 +358,9 @@ def evaluate(
             stack.enter_context(in_process(spec))
         stack.enter_context(in_process(None))
         stack.enter_context(ranks_of_job())
-        return compare(
-            [one.resolved(changes) for one in runs],
+        configs = [one.resolved(changes) for one in runs] or [resolve(changes)]
+        return (partial(compare_rewards, compare) if differ_in_learning(configs) else compare)(
+            configs,
             [one.directory for one in runs],
             baselines,
             best=best,

@@ -261,6 +261,15 @@ class Task:
         _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
+        if metric is not None:
+            points = per_example("metric", metric, found, given["train"].y[: len(found)].clone())
+            if bool(((points >= 0) & (points <= 1)).all() and points.any()):
+                warnings.warn(
+                    f"the metric of {self.name} gives {float(points.min()):.2g} to "
+                    f"{float(points.max()):.2g} for the examples of a new network, but points are expected, of which "
+                    "100 is perfect; multiply them by 100, or give bools.",
+                    stacklevel=3,
+                )
         self.spec = TaskSpec(
             name=self.name,
             description=f"{len(dataset.train):,} examples of the user's.",

@@ -7,8 +7,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -22,7 +23,16 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_f
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Mcp, Serve, mcp, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import ConfigError, EsperError, Stopped, in_a_sentence, read_in_a_shell, refusing_exit
+from esper.leyline.errors import (
+    ConfigError,
+    EsperError,
+    Stopped,
+    in_a_sentence,
+    nearest,
+    read_in_a_shell,
+    refusing_exit,
+)
+from esper.telemetry.progress import RunConsole
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),
@@ -79,8 +89,10 @@ def _run(given: list[str]) -> int:
         print(f"esper {esper.__version__}")
         return 0
     try:
-        with read_in_a_shell(), in_a_sentence():
+        with read_in_a_shell(), in_a_sentence(), _warnings_in_a_line():
             name = given[0] if given else ""
+            if name not in COMMANDS and name and not name.startswith("-"):
+                raise ConfigError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
             if name not in COMMANDS:
                 all_of_them: Any = reduce(
                     or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in COMMANDS.items())
@@ -112,6 +124,26 @@ def _run(given: list[str]) -> int:
             raise
         print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Each warning inside is printed once, by the first rank, without the place in the code."""
+    usual, said = warnings.formatwarning, set[str]()
+
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = f"warning: {' '.join(str(message).split())}\n"
+        is_new = text not in said and not RunConsole.silent
+        said.add(text)
+        return text if is_new else ""
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _drop_output() -> None:

@@ -45,8 +45,8 @@ class Evaluate:
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
     """Run directories, baselines and policy files; several runs are one controller, trained with several seeds, or
-    several rewards side by side, where they differ in their reward alone. Runs of one reward
-    alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
+    several rewards or learners side by side, where they differ in settings of these alone. Runs of
+    one are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
     explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
     portfolio and halving. Besides: random_search, hill_climbing."""
     best: Flag = False
@@ -90,7 +90,7 @@ def evaluate(command: Evaluate) -> int:
     from esper.runs.assembly.plugins import load_plugins, names_task
     from esper.runs.evaluation.comparison import compare, named
     from esper.runs.evaluation.outcomes import PICTURE, REPORT
-    from esper.runs.evaluation.rewards import compare_rewards, differ_in_reward
+    from esper.runs.evaluation.rewards import compare_rewards, differ_in_learning
 
     tasks = command.task or (None,)
     load_plugins([*joined(command.plugins), *(task for task in tasks if task is not None and names_task(task))])
@@ -103,7 +103,7 @@ def evaluate(command: Evaluate) -> int:
         return in_ranks(command.ranks)
     with ranks_of_job() as group:
         found = [
-            (partial(compare_rewards, compare) if differ_in_reward(of_task) else compare)(
+            (partial(compare_rewards, compare) if differ_in_learning(of_task) else compare)(
                 of_task,
                 runs,
                 baselines,

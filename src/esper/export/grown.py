@@ -57,6 +57,8 @@ class Grown(nn.Module):
     A seed that was still being blended in changes h by `alpha` of that. Features [B, D, T] are `transposed` for it.
     """
 
+    is_grown = True
+
     def __init__(
         self,
         seed: nn.Module,

@@ -140,6 +140,15 @@ class Budget:
     def __post_init__(self) -> None:
         check_fields(self, "budget")
 
+    def require_room(self, task: TaskSpec) -> None:
+        """Raise ConfigError for a limit of parameters below those of the network of a task alone."""
+        alone = 0 if task.host is None else task.host.num_params()
+        if self.params is not None and self.params < alone:
+            raise ConfigError(
+                f"the budget allows {self.params:,} parameters, but the network alone has {alone:,}; allow at least "
+                "as many, or start with a smaller network."
+            )
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -334,6 +343,7 @@ class Growth:
         steps: int | None = None,
         keep: Keep = "last",
     ) -> None:
+        budget.require_room(config.task_spec())
         optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
         self._config = replace(config, compile="off", optimizer=optimizer)
         self._dataset, self._device = dataset, device
@@ -350,7 +360,6 @@ class Growth:
         self._prices = Prices(self._config.task_spec(), dataset, self._engine)
         share = min(self._config.lifecycle.measured_share, self._prices.measured_share)
         self._config = replace(self._config, lifecycle=replace(self._config.lifecycle, measured_share=share))
-        self._allowed([])  # refuses a limit below the network alone
         if budget.flops is None and budget.minutes is None:
             alone = self._prices.of_step(self._prices.flops(Architecture()))
             self.budget = replace(budget, flops=PLAIN_RUNS * alone * (steps or config.episode_length))
@@ -514,11 +523,6 @@ class Growth:
     def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""
         limit = self.budget.params
-        if limit is not None and limit < self._prices.host_params:
-            raise ConfigError(
-                f"the budget allows {limit:,} parameters, but the network alone has {self._prices.host_params:,}; "
-                "allow at least as many, or start with a smaller network."
-            )
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
 
     @property

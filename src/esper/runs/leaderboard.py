@@ -16,7 +16,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Candidate:
-    """Permanent seeds, and a factor of the learning rate."""
+    """Permanent seeds, and a factor of the learning rate; written lr×3, a word that does not wrap."""
 
     architecture: Architecture = Architecture()  # noqa: RUF009 -- a frozen value
     rate: float = 1.0
@@ -26,7 +26,7 @@ class Candidate:
         for seed in self.architecture.slots:
             slots.setdefault(seed.blueprint, []).append(seed.slot)
         grown = "; ".join(f"{blueprint} in {', '.join(of)}" for blueprint, of in slots.items()) or "the network alone"
-        return grown + (f"; learning rate x {self.rate:.2g}" if self.rate != 1.0 else "")
+        return grown + (f"; lr×{self.rate:.2g}" if self.rate != 1.0 else "")
 
 
 @dataclass(kw_only=True)
@@ -146,7 +146,7 @@ class Leaderboard:
         return (
             f"{tables.text(lambda console: console.print(page))}\n{more}"
             f"val, test: {self.unit}; FLOPs of one example, and spent on the candidate after it was copied; *: none "
-            "has fewer parameters and more points.\n"
+            "has fewer parameters and more points; lr×: factor of the learning rate.\n"
             f"In all {short(self.spent)} FLOPs and {duration(self.seconds)}."
         )
 

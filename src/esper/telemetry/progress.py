@@ -152,7 +152,7 @@ class _Display:
     def __init__(self, console: RunConsole, total: int, done: int, clock: Callable[[], float]) -> None:
         self._console, self._total, self._clock = console, total, clock
         self._done, self._free = float(done), float(done)
-        self._began = clock()
+        self._began = self._since = clock()
         self._next_line = self._began + FIRST_INTERVAL
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -178,7 +178,7 @@ class _Display:
         ran = self._done - self._free
         if ran <= 0.0:
             return "..."
-        return duration((self._clock() - self._began) / ran * (self._total - self._done))
+        return duration((self._clock() - self._since) / ran * (self._total - self._done))
 
     def _say_when_due(self, text: Callable[[], str]) -> None:
         if not self.is_live and self._clock() >= self._next_line:
@@ -329,7 +329,7 @@ class PassProgress(_Display):
     """
 
     def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stage = ""
+        self._stage, self._has_begun = "", False
         super().__init__(console, passes, 0, clock)
 
     def stage(self, name: str) -> None:
@@ -352,7 +352,13 @@ class PassProgress(_Display):
         self._done, self._free = self._done + passes, self._free + passes
 
     def advance(self, share: float = 1.0) -> None:
-        """So much of a pass is done."""
+        """So much of a pass is done.
+
+        A first step is not counted in the time that is left: compiling and building come before it.
+        """
+        if not self._has_begun and share < 1.0:
+            self._since, self._free = self._clock(), self._free + share
+        self._has_begun = True
         self._done += share
         self._say_when_due(lambda: f"{self._about()[0]}  eta {self._eta()}")
 

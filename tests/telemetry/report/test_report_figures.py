@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from esper.telemetry.report.figures import BLUE, RED, picture, write_figures
+from esper.telemetry.report.figures import BLUE, RED, growth_picture, picture, write_figures
 from esper.telemetry.report.page import payloads_of
 from toy_record import ToyRecord, full_record
 
@@ -52,6 +52,19 @@ def test_a_mean_outside_the_quartiles_is_explained_and_no_text_leaves_the_pictur
     for note in notes:
         box = note.get_window_extent()
         assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+
+
+def test_what_is_measured_on_all_examples_is_a_circle_beside_the_line_of_a_candidate():
+    courses = [("kept", [1.0, 2.0, 3.0], [50.0, 70.0, 60.0], (3.0, 60.0)), ("new", [], [], None)]
+    figure = growth_picture({"this network": courses}, "accuracy")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    line, circle, dot, *_ = axes.get_lines()
+    assert [part.get_xydata().tolist() for part in (line, circle, dot)] == [[[1, 50], [2, 70]], [[3, 60]], [[3, 60]]]
+    assert circle.get_markerfacecolor() == "white"
+    (note,) = axes.texts
+    assert "circles: on all of them" in note.get_text()
+    assert note.get_window_extent().x1 <= figure.bbox.width
 
 
 def test_a_run_without_complete_rounds_has_no_picture(tmp_path):

@@ -98,7 +98,7 @@ def test_the_overview_has_room_for_all_columns_and_the_steps_of_a_host_for_all_r
         assert tab.evaluate(fits.format("#steps .scroll", side="scrollHeight", own="clientHeight")) <= 0
 
 
-WORSE = "trained is worse than the best baseline, best_schedule: -15.69 in 100·J on 32 hosts."
+WORSE = "the best baseline, best_schedule, is better than trained: +15.69 in 100·J on 32 hosts."
 
 
 def test_the_result_says_what_the_terminal_says(browser, tmp_path):

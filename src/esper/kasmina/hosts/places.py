@@ -7,8 +7,9 @@
 
 The kind of features is that of most layers. A place is the output of a module that is called once, in front of the
 output layer; of nested modules with the same output, the outermost. Nothing is proposed inside of a module that is a
-place itself, unless it is an `nn.Sequential` or half of the network. Places that everything passes through come before
-those in a branch: with the features of other examples there, the network gives the outputs of those.
+place itself, unless it is an `nn.Sequential` or half of the network, nor inside of a seed of a grown network. Places
+that everything passes through come before those in a branch: with the features of other examples there, the network
+gives the outputs of those.
 """
 
 import re
@@ -135,13 +136,15 @@ class _Trace:
         disturb(network.eval())
         with torch.no_grad():
             self._run = run_once(network, self._x)
+        seeds = [f"{path}." for path, module in network.named_modules() if getattr(module, "is_grown", False)]
         outputs = {id(self._run.output), *map(id, flatten(counted[0])[0])}
         modules = [network.get_submodule(call.path) for call in self._run.calls]
         layers = [end for end, module in enumerate(modules) if _is_layer(module)]
         found = [
             _Place(path, module, h, end, sum(layer <= end for layer in layers))
             for end, ((path, h, _, _), module) in enumerate(zip(self._run.calls, modules, strict=True))
-            if path and id(h) not in outputs and self._can_hold_a_seed(path)
+            if path and id(h) not in outputs and not f"{path}.".startswith(tuple(seeds))
+            if self._can_hold_a_seed(path)
         ]
         found = [place for place in found if place.layer]
         found = [place for place in found if place.layer < len(layers)] or found  # not the output layer

@@ -1,12 +1,14 @@
 """Assembles a run: its data, engine and client, and the memory they need."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from esper.leyline.architecture import Architecture, architecture_arrays
+from esper.leyline.errors import option
+from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.messages import ClientProtocol
 from esper.leyline.ranks import Ranks, group, local_ranks, require_own_gpus
 from esper.runs.assembly.clients import baseline_of, learner_of
@@ -14,7 +16,7 @@ from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import policy_bytes, rollout_bytes
 from esper.simic.compilation import CompiledStep
 from esper.tamiyo.baselines import STATIC
-from esper.tasks.datasets import Dataset
+from esper.tasks.datasets import Dataset, coarse
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
 from esper.tolaria.build import build_engine, load_dataset
@@ -84,6 +86,18 @@ class Parts:
     ranks: Ranks
 
 
+def _too_short(config: RunConfig, length: str) -> Iterator[str]:
+    """A note where nothing that a controller grows can be kept; `length` is what the user calls the control steps."""
+    # germinate in step 1, train, blend at the fastest tempo, hold, and FOSSILIZE
+    first = 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
+    if first > config.episode_length and not config.architecture:
+        yield (
+            f"note: no seed can be fossilized before step {first}, but an episode ends with step "
+            f"{config.episode_length}; use a larger {option(length)}, or a smaller "
+            "lifecycle.min_training_epochs"
+        )
+
+
 _MEASURED_PER_TRAINED = 3
 """Examples that are measured in the time in which one is trained."""
 
@@ -100,10 +114,11 @@ def require_memory(
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
-    """Say how much memory and time `num_envs` hosts will need; nothing for scripted hosts that fit.
+    """Say how much memory and time `num_envs` hosts will need, and before it what makes their results poor.
 
-    All of them are trained in `episodes`. This process can still take `available` bytes, which are measured if they are
-    not given. `setting` is the name under which the user gave the number of hosts.
+    Nothing is said of the memory of scripted hosts that fit. All of them are trained in `episodes`. This process can
+    still take `available` bytes, which are measured if they are not given. `setting` is the name under which the user
+    gave the number of hosts: where that is best_of, control steps are called steps.
 
     Raises:
         ConfigError: they do not fit; it names the largest number that does.
@@ -111,6 +126,10 @@ def require_memory(
     engine, slots = config.engine(num_envs=num_envs), len(config.slots)
     rollout, policy = rollout_bytes(config.episode_length, slots, config.ppo), policy_bytes(slots, config.ppo)
     free = available_bytes(device) if available is None else available
+    for note in _too_short(config, "steps" if setting == "best_of" else "episode_length"):
+        say(note)
+    for note in coarse(dataset) if dataset is not None else ():
+        say(note)
     if dataset is None:
         scripted = MemoryPrediction(
             process=resident_bytes(), host=rollout, at_once=0, together=False, threads=1, policy=policy

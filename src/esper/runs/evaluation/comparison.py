@@ -54,7 +54,7 @@ from esper.runs.evaluation.results import (
     results,
     verdict,
 )
-from esper.runs.evaluation.rewards import differing, is_of_reward
+from esper.runs.evaluation.rewards import differing, is_of_learning
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import data_label
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The trained controller against the best baseline, or that one against wait_only."""
+        """The best baseline against the trained controller, or against wait_only."""
         return verdict(self.rows, self.size)
 
     def report(self) -> dict[str, Any]:
@@ -382,17 +382,18 @@ def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -
     seeds: dict[int, Path] = {}
     for run, config in zip(runs, configs, strict=bool(runs)):
         changes = differing(configs[0], config)
-        if config.seed in seeds and not any(map(is_of_reward, changes)):
+        if config.seed in seeds and not any(map(is_of_learning, changes)):
             raise ConfigError(
                 f"{seeds[config.seed]} and {run} were both trained with seed {config.seed}, so they are not "
                 "independent; compare runs of different seeds."
             )
         if changes:
-            name = min(changes, key=is_of_reward)
+            name = min(changes, key=is_of_learning)
             first, other = changes[name]
             raise ConfigError(
                 f"{runs[0]} and {run} are not runs of one condition: {name} is {first} in the first and {other} in the "
-                "other; compare runs that differ in their seed or their reward alone, or each by itself."
+                "other; compare runs that differ in their seed, their reward or settings of the learner alone, or each "
+                "by itself."
             )
         seeds[config.seed] = run
 

@@ -102,7 +102,7 @@ class EqualCompute:
     excluded: Sequence[str]
 
     def verdict(self, size: Size) -> str:
-        """The trained controller against the best of the others, or that one against wait_only."""
+        """The best of the others against the trained controller, or against wait_only."""
         return f"At equal compute, at most {short(self.budget)} FLOPs per host: {verdict(self.rows, size)}"
 
     def report(self, size: Size) -> dict[str, Any]:

@@ -90,9 +90,6 @@ class Estimate:
     low: float
     high: float
 
-    def __neg__(self) -> "Estimate":
-        return Estimate(-self.mean, -self.high, -self.low)
-
     @property
     def excludes_zero(self) -> bool:
         """Whether all of the interval lies above or below 0."""
@@ -322,39 +319,37 @@ class Size:
 
 
 def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
-    """The trained controller against the best baseline, or else that one against wait_only; a few sentences.
+    """The best baseline against the trained controller, or else against wait_only; a few sentences.
 
-    Where the best baseline has a finished structure from the first step, the best of the others is named too.
+    Differences have the direction of the tables. Where the best baseline has a finished structure from the first step,
+    the best of the others is named too.
     """
     has_run = rows[0].name == TRAINED
     by_value = sorted(rows[has_run:], key=lambda row: -row.objective)
     growing = [row for row in by_value if row.name not in (STATIC, COMMON)]
     best = by_value[0]
     other = rows[0] if has_run else next(row for row in rows if row.name == REFERENCE)
-    first = _against(best, f"the best baseline, {best.name}", other, size) + _caution(size, has_run)
+    if len(rows) == 1:
+        return f"{REFERENCE} alone, on {size}; name other baselines, or a run, to compare it with."
+    if best is other:
+        return f"No baseline is better than {REFERENCE} on {size}."
+    first = _against(best, f"the best baseline, {best.name}," if has_run else best.name, other, size)
+    first += _caution(size, has_run)
     if not has_run or best in growing or not growing:
         return first
     next_best = growing[0]
-    of_others = _against(next_best, f"{next_best.name}, the best of the others", other, size)
+    of_others = _against(next_best, f"{next_best.name}, the best of the others,", other, size)
     return f"{first} {best.name} has its structure from the first step; {of_others}"
 
 
-def _against(best: ControllerResult, called: str, reference: ControllerResult, size: Size) -> str:
-    """The trained controller, if it is the reference, against `best`; or that one against wait_only."""
-    has_run = reference.name == TRAINED
-    subject, other = (TRAINED, called) if has_run else (best.name, REFERENCE)
-    if subject == other:
-        return f"No baseline is better than {REFERENCE} on {size}."
-    found, test = best.difference, best.difference_test
-    if has_run:
-        found, test = -found, -test
-    better = 1.0 - best.improvement.mean if has_run else best.improvement.mean
+def _against(row: ControllerResult, subject: str, reference: ControllerResult, size: Size) -> str:
+    """A row, which is called `subject`, against the reference."""
+    other, found, test = reference.name, row.difference, row.difference_test
     one = size.units.removesuffix("s")
-    units = len(best.units)
+    units = len(row.units)
     interval = f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f} over {size.units}"
-    share = f", better in {100 * better:.0f} % of {size.units}" if units > 1 else ""
-    spent = (reference.spent, best.spent) if has_run else (best.spent, reference.spent)
-    costs = "" if math.isnan(best.spent) else f"; {short(spent[0])} and {short(spent[1])} FLOPs per host"
+    share = f", better in {100 * row.improvement.mean:.0f} % of {size.units}" if units > 1 else ""
+    costs = "" if math.isnan(row.spent) else f"; {short(row.spent)} and {short(reference.spent)} FLOPs per host"
     numbers = (
         f"{found.mean:+z.2f} in 100·J on {size}{interval if units >= LEAST_UNITS else ''}{share}; "
         f"{test.mean:+z.2f} with test accuracy{costs}"
@@ -365,8 +360,8 @@ def _against(best: ControllerResult, called: str, reference: ControllerResult, s
     if found.excludes_zero:
         word = "better" if found.mean > 0.0 else "worse"
         return f"{subject} is {word} than {other}: {numbers}."
-    needed = "" if best.needed is None else (
-        f" To detect a difference of {MEANINGFUL:g}, {counted(best.needed, one)} would be needed."
+    needed = "" if row.needed is None else (
+        f" To detect a difference of {MEANINGFUL:g}, {counted(row.needed, one)} would be needed."
     )  # fmt: skip
     return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
 

@@ -1,9 +1,10 @@
-"""Rewards side by side: the controllers that they trained, on the same new hosts.
+"""Rewards, or settings of the learner, side by side: the controllers that they trained, on the same new hosts.
 
     runs trained with objective --compare--> figures of each host --+
     runs trained with shaped ----compare--> figures of each host --+--> table of means, paired differences over hosts
 
-The runs differ in their reward alone and have the same seeds, so that they trained on the same hosts too.
+The runs differ in what trains a controller alone and have the same seeds. What is said of rewards holds for settings
+of the learner too.
 """
 
 import math
@@ -41,6 +42,8 @@ _FREE = frozenset({"seed", "executor", "threads", "blocks", *CHANGEABLE} - {"rou
 """Settings in which the runs of one condition may differ."""
 _FOLLOWS = frozenset({"custom_reward", "lifecycle.fossils_as_players"})
 """Settings that belong to a reward, besides those of its table."""
+_LEARNER = frozenset({"reward", "ppo", "policy", "rounds", "schedule_rounds", "num_envs", "preset", "time_limit"})
+"""Settings and tables that decide how a controller is trained, and nothing about the hosts on which it is compared."""
 OBJECTIVE = "100·J"
 FIGURES: Mapping[str, str] = {
     "val": "committed",
@@ -120,7 +123,7 @@ class RewardComparison:
         if self.units < LEAST_UNITS:
             units = self.size.units
             few = counted(self.units, units.removesuffix("s"))
-            return f"{few} cannot show whether rewards differ; at least {LEAST_UNITS} {units} are needed."
+            return f"{few} cannot show whether they differ; at least {LEAST_UNITS} {units} are needed."
         sentences = []
         for label, found in self.differences.items():
             words: dict[str, list[str]] = {"more": [], "less": [], "": []}
@@ -209,10 +212,10 @@ def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, obj
     return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
 
 
-def differ_in_reward(configs: Sequence[RunConfig]) -> bool:
-    """Whether runs have different rewards, and otherwise one condition."""
+def differ_in_learning(configs: Sequence[RunConfig]) -> bool:
+    """Whether runs have different rewards or learners, and otherwise one condition."""
     changes = [name for config in configs[1:] for name in differing(configs[0], config)]
-    return bool(changes) and all(is_of_reward(name) for name in changes)
+    return bool(changes) and all(is_of_learning(name) for name in changes)
 
 
 def compare_rewards(
@@ -224,7 +227,7 @@ def compare_rewards(
     flops: float | None = None,
     **options: Any,  # noqa: ANN401 -- those of `compare`
 ) -> RewardComparison:
-    """Compare the controllers of runs that differ in their reward, and in their seed; beside wait_only and `baselines`.
+    """Compare the controllers of runs that differ in reward, learner and seed; beside wait_only and `baselines`.
 
     The arguments are those of `comparison.compare`, which compares the runs of one reward; `flops` must be None.
 
@@ -233,8 +236,8 @@ def compare_rewards(
     """
     if flops is not None:
         raise ConfigError(
-            f"several rewards are compared by what they train, not at a budget; leave {option('flops_per_host')} out, "
-            "or evaluate the runs of each reward by themselves."
+            "several rewards or learners are compared by what they train, not at a budget; leave "
+            f"{option('flops_per_host')} out, or evaluate the runs of each by themselves."
         )
     groups = _by_reward(list(zip(configs, runs, strict=True)))
     seeds = {label: [config.seed for config, _ in group] for label, group in groups.items()}
@@ -242,7 +245,7 @@ def compare_rewards(
     for label, own in others:
         if own != first[1]:
             raise ConfigError(
-                f"{first[0]} was trained with seed {_joined(first[1])} and {label} with {_joined(own)}; rewards are "
+                f"{first[0]} was trained with seed {_joined(first[1])} and {label} with {_joined(own)}; they are "
                 "compared on the same hosts, so train both with the same seeds."
             )
     names = [*baselines, REFERENCE]
@@ -278,9 +281,9 @@ def _by_reward(runs: Runs) -> dict[str, Runs]:
     return {label: sorted(group, key=lambda run: run[0].seed) for label, group in zip(labels, groups, strict=True)}
 
 
-def is_of_reward(name: str) -> bool:
-    """Whether a setting belongs to a reward."""
-    return name in _FOLLOWS or name.startswith("reward.")
+def is_of_learning(name: str) -> bool:
+    """Whether a setting belongs to a reward or a learner."""
+    return name in _FOLLOWS or name.partition(".")[0] in _LEARNER
 
 
 def _of_objective(weights: RewardConfig) -> tuple[float, ...]:

@@ -21,7 +21,6 @@ import torch
 
 from esper.cpp.build import compiler
 from esper.leyline.errors import ConfigError, RankError, RunDirectoryError, option
-from esper.leyline.lifecycle import TEMPO_TICKS
 from esper.leyline.ranks import Ranks, group, is_restarted
 from esper.leyline.tensor_dataclass import StateTree, below, rows_of, state_digest, with_prefix
 from esper.runs import events, report
@@ -452,12 +451,6 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
     sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
     counts = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
     console.say(f"esper: {config.task}, {counts}, reward {config.reward_name}, seed {config.seed}")
-    first = _first_fossil(config)
-    if first > config.episode_length:
-        console.say(
-            f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
-            f"use a larger {option('episode_length')}, or a smaller lifecycle.min_training_epochs"
-        )
     if config.is_compiled(device):
         console.say("compiling (a minute or more in the first run, seconds once the compiler cache is filled)")
     parts = assemble(config, device, console.say, rounds_done=rounds_done)
@@ -467,11 +460,6 @@ def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> 
         program = {"the version of esper": version(), "the version of torch": torch.__version__}
         parts.ranks.group.require_same({**program, **settings, "the digest of the data": data})
     return parts
-
-
-def _first_fossil(config: RunConfig) -> int:
-    """The earliest step with FOSSILIZE: germinate in step 1, train, blend at the fastest tempo, hold."""
-    return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
 
 
 def why_chosen(executor: str, device: torch.device) -> str:

@@ -24,6 +24,8 @@ LastBatch = Literal["merge", "drop", "keep"]
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
 Tokens = npt.NDArray[np.int32]
+FEW = 50
+"""Validation examples below which one of them changes the figure of merit by more than 2 %."""
 _COMPARED = 65_536
 """Numbers of a split that are compared to see whether it was changed."""
 
@@ -226,6 +228,23 @@ class Dataset:
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
+
+
+def coarse(dataset: Dataset) -> Iterator[str]:
+    """A note for each reason why figures on the validation examples say little."""
+    val = dataset.val
+    if (len(val) if val.y.is_floating_point() else val.y.numel()) < FEW:  # of a text its tokens count
+        yield (
+            f"note: measurements are coarse, because val has {len(val)} example{'s' * (len(val) != 1)}; give at least "
+            f"{FEW}, or more of train"
+        )
+    trained, measured = (set(split.y.unique().tolist()) for split in (dataset.train, val))
+    if dataset.num_classes and (missing := sorted(trained - measured)):
+        some = f"{', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}"
+        yield (
+            f"note: measurements are coarse, because {len(missing)} of the classes of train ({some}) are not in val; "
+            "give a val that has all of them, or none, so that a part of each is split off"
+        )
 
 
 def data_label(identity: Mapping[str, object]) -> str:

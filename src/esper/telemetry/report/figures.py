@@ -103,20 +103,24 @@ Course = tuple[str, Sequence[float], Sequence[float], tuple[float, float] | None
 
 
 def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure:
-    """The candidates of one or more methods of growth, points against FLOPs, the kept one of each in colour."""
+    """The candidates of one or more methods of growth, points against FLOPs, the kept one of each in colour.
+
+    The last point of each is no part of its line: it is measured on all validation examples, those before on a part.
+    """
     figure = _empty(9.0, 5.5)
     ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
     label_axes(
         ax,
         f"Validation {unit} by FLOPs",
-        "FLOPs spent on each candidate, one line each; the dot is what is kept",
+        "FLOPs spent on each candidate, a line each on a part of the validation examples; circles: on all of them; "
+        "dot: what is kept",
     )
     for (method, courses), color in zip(methods.items(), (GREEN, ORANGE, BLUE, VIOLET, RED), strict=False):
         for name, spent, points, kept in courses:
             label = None if kept is None else f"{method}: {name}, {kept[1]:.2f}"
-            ax.plot(
-                spent, points, color=color, label=label, linewidth=2.2 if label else 1.2, alpha=1.0 if label else 0.3
-            )
+            look: dict[str, Any] = {"color": color, "alpha": 1.0 if label else 0.3}
+            ax.plot(spent[:-1], points[:-1], **look, label=label, linewidth=2.2 if label else 1.2)
+            ax.plot(spent[-1:], points[-1:], **look, marker="o", markersize=5.0, markerfacecolor="white")
             if kept is not None:
                 ax.plot(*kept, color=color, marker="o", markersize=7.0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))

@@ -27,7 +27,7 @@ _SMALLEST_HEAD = 16
 
 @final
 class CausalDepthwise(nn.Module):
-    """A convolution of each channel of LN(h) over `kernel` tokens, of which none is later; its weights start at zero."""
+    """A convolution of each channel of LN(h) over this token and those before it, `kernel` in all."""
 
     def __init__(self, width: int, kernel: int) -> None:
         super().__init__()

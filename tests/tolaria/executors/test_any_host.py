@@ -17,13 +17,16 @@ from against_streamed import (
     same_pass,
 )
 from sklearn.metrics import r2_score
+from torch import nn
 
 import tiny
 import tokens
 from esper.kasmina.blueprints import names, selectable
+from esper.kasmina.blueprints.layers import chain
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
 from esper.leyline.objective import Scores
@@ -111,6 +114,14 @@ def transformer_settings(dropout: float = 0.0) -> dict:
 def test_a_transformer_with_every_blueprint_is_run_as_streamed(dropout, executor):
     blueprints = [names()[index] for index in selectable(HostFamily.TRANSFORMER)]
     compare(EXECUTORS[executor], each_of(blueprints), num_envs=len(blueprints), **transformer_settings(dropout))
+
+
+@pytest.mark.parametrize(("shape", "offered"), [((6,), False), ((5, 6), True)])
+def test_what_only_mixes_tokens_is_not_offered_to_hosts_of_vectors(shape, offered):
+    x = torch.randn(16, *shape)
+    host = host_of(lambda: chain(**{slot: nn.Linear(6, 6) for slot in SLOTS}, out=nn.Linear(6, 3)), x)
+    population = Population(host, SGD, num_envs=1, run_seed=0, device=CPU)
+    assert bool(population.costs(x, batch=8).selectable[names().index("depthwise")]) is offered
 
 
 def test_a_transformer_learns_and_its_hosts_are_drawn_apart():

@@ -10,10 +10,8 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto, small     the network alone, and with seeds that    the best goes on
-    budgets         cost no FLOPs, two learning rates
-    auto, larger    the network alone, three learning rates   a race: the best one beside copies that have grown, then
-                                                              the best two, then the best one for the rest
+    auto            the network alone, and with seeds that    the best goes on; a large budget has a race: beside it
+                    cost no FLOPs at two learning rates       copies that have grown, then the best two
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid

@@ -265,9 +265,8 @@ class Task:
             points = per_example("metric", metric, found, given["train"].y[: len(found)].clone())
             if bool(((points >= 0) & (points <= 1)).all() and points.any()):
                 warnings.warn(
-                    f"the metric of {self.name} gives {float(points.min()):.2g} to "
-                    f"{float(points.max()):.2g} for the examples of a new network, but points are expected, of which "
-                    "100 is perfect; multiply them by 100, or give bools.",
+                    f"the metric of {self.name} gives {points.min():.2g} to {points.max():.2g} for the examples of a "
+                    "new network, but points are expected, of which 100 is perfect; multiply by 100, or give bools.",
                     stacklevel=3,
                 )
         self.spec = TaskSpec(

@@ -126,9 +126,8 @@ def require_memory(
     engine, slots = config.engine(num_envs=num_envs), len(config.slots)
     rollout, policy = rollout_bytes(config.episode_length, slots, config.ppo), policy_bytes(slots, config.ppo)
     free = available_bytes(device) if available is None else available
-    for note in _too_short(config, "steps" if setting == "best_of" else "episode_length"):
-        say(note)
-    for note in coarse(dataset) if dataset is not None else ():
+    short = _too_short(config, "steps" if setting == "best_of" else "episode_length")
+    for note in (*short, *(coarse(dataset) if dataset is not None else ())):
         say(note)
     if dataset is None:
         scripted = MemoryPrediction(

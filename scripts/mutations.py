@@ -102,6 +102,8 @@ NETWORKS = [
        "tests/kasmina", "transformer"),
     _m("kasmina: max pooling gives ties to the last of the window",
        "(values[1] > values[0]).to(grad.dtype)", "(values[1] >= values[0]).to(grad.dtype)", "tests/kasmina", "pooling"),
+    _m("kasmina: a convolution over tokens sees the next one",
+       "padding=kernel - 1, groups=width", "padding=kernel // 2, groups=width", "tests/kasmina", "blueprint"),
     _m("kasmina: lora has twice its rank",
        "return _low_rank(d, 8)", "return _low_rank(d, 16)", "tests/kasmina", "blueprint"),
     _m("kasmina: an isolated seed sends gradients into its host",
@@ -225,6 +227,11 @@ TELEMETRY = [
        'self.give_up(f"failed: {in_words(error)}")', "raise", "tests/telemetry", "hub or sinks"),
 ]
 RUNS = [
+    _m("runs: what is free must be better at once",
+       "_EARLY = 0.02", "_EARLY = 0.0", "tests/runs", "growth"),
+    _m("runs: architectures of a race grow from what is free",
+       "grown = self._neighbours(replace(self.entries[parent]", "grown = self._neighbours(replace(self.entries[row]",
+       "tests/runs", "growth"),
     _m("runs: ties count as improvements",
        "0.5 * (1.0 + np.sign(values - reference))", "0.5 * (1.0 + np.sign(values - reference + 1e-12))", "tests/runs", "statistics"),
     _m("runs: the interquartile mean keeps the extremes",

@@ -750,8 +750,8 @@ class Growth:
     def _merit(self, row: int) -> float:
         """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
         entry = self.entries[row]
-        price = 0.0 if self._is_rich else math.log2(entry.flops / self._prices.flops(Architecture()))
-        share = _LEAST_GAIN * price if self._free in (None, entry.candidate.architecture) else _EARLY
+        price = 0.0 if self._is_rich and not self._free else math.log2(entry.flops / self._prices.flops(Architecture()))
+        share = _LEAST_GAIN * price + _EARLY * (self._free not in (None, entry.candidate.architecture))
         loss = entry.loss[-1] + share * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 

@@ -19,9 +19,10 @@ from against_streamed import (
 from sklearn.metrics import r2_score
 from torch import nn
 
+import esper
 import tiny
 import tokens
-from esper.kasmina.blueprints import names, selectable
+from esper.kasmina.blueprints import names, selectable, unregister
 from esper.kasmina.blueprints.layers import chain
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
@@ -122,6 +123,28 @@ def test_what_only_mixes_tokens_is_not_offered_to_hosts_of_vectors(shape, offere
     host = host_of(lambda: chain(**{slot: nn.Linear(6, 6) for slot in SLOTS}, out=nn.Linear(6, 3)), x)
     population = Population(host, SGD, num_envs=1, run_seed=0, device=CPU)
     assert bool(population.costs(x, batch=8).selectable[names().index("depthwise")]) is offered
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_sees_later_tokens_is_not_grown_where_no_output_does(causal):
+    @esper.register_blueprint(family="transformer", init={"1.weight": 0.0, "1.bias": 0.0})
+    def around(channels):
+        return nn.Sequential(Transposed(), nn.Conv1d(channels, channels, 3, padding=1), Transposed())
+
+    class Transposed(nn.Module):
+        def forward(self, h):
+            return h.mT
+
+    settings = token_settings()
+    settings["host"].causal = causal
+    try:
+        population = Bench(1, **settings).population
+        index = names().index("around")
+        assert (index in {blueprint for _, blueprint in population.seed_kinds}) is not causal
+        assert ("depends on later tokens" in population.left_out.get(index, "")) is causal
+        assert {"depthwise", "attention"} <= {names()[i] for _, i in population.seed_kinds}
+    finally:
+        unregister("around")
 
 
 def test_a_transformer_learns_and_its_hosts_are_drawn_apart():

@@ -430,6 +430,23 @@ class _NarrowStrides(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _sees_later_tokens(kind: Kind, features: Features) -> bool:
+    """Whether outputs [B, T, D] of a seed change in the first half where its inputs change in the second half."""
+
+    @torch.no_grad()
+    def find() -> bool:
+        half, generator = features[0] // 2, torch.Generator().manual_seed(0)
+        h, other = torch.randn(2, 2, *features, generator=generator)
+        other[:, :half] = h[:, :half]
+        module = deterministic_build(kind.build).eval()
+        for parameter in module.parameters():  # those that start at zero would hide it
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        first, second = (_run_once(module, x)[0][:, :half] for x in (h, other))
+        return not near(first, second)
+
+    return features[0] > 1 and once(kind.source, features, "later tokens", find)
+
+
 def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
     """Outputs, and whether the global generators were used."""
     draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
@@ -524,14 +541,17 @@ class Population:
         }
         self.gate_kinds = {channels: gate_kind(channels, host.causal, device) for channels in self.features}
         self.left_out: dict[int, str] = {}
-        self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2))
+        self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2), host.causal)
         slots = num_envs * self.num_slots
         self.host = self._rows_for(num_envs, [self.host_kind])
         self.seeds = self._rows_for(slots, self.seed_kinds.values())
         self.gates = self._rows_for(slots, self.gate_kinds.values())
 
-    def _seed_kinds(self, shapes: dict[str, Features], rows: int) -> dict[tuple[int, int], Kind]:
-        """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
+    def _seed_kinds(self, shapes: dict[str, Features], rows: int, causal: bool) -> dict[tuple[int, int], Kind]:
+        """The kinds by channels and blueprint.
+
+        One that fits some slots but not all of them is left out, and of a `causal` host one that sees later tokens.
+        """
         found: dict[tuple[int, int], Kind] = {}
         for index in registry.selectable(self.family):
             blueprint, kinds, misfits = registry.blueprint_at(index, self.family), dict[tuple[int, int], Kind](), []
@@ -544,6 +564,14 @@ class Population:
                 except MisfitError as error:
                     misfits.append(error)
                     self.left_out[index] = f"slot {point.slot_id!r}: {error}"
+                    continue
+                if causal and self.family is HostFamily.TRANSFORMER and _sees_later_tokens(kind, shapes[point.slot_id]):
+                    kinds.clear()
+                    self.left_out[index] = (
+                        f"slot {point.slot_id!r}: its output for a token depends on later tokens, which the outputs of "
+                        "this network do not"
+                    )
+                    break
             if misfits and not kinds:
                 raise misfits[0]
             found |= {} if misfits else kinds

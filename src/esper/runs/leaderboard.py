@@ -136,7 +136,7 @@ class Leaderboard:
         if self.steps < len(kept.val):
             more += (
                 f"What is kept is the network of step {self.steps} of {len(kept.val)} (spent counts them all); that of "
-                f"the last step has {kept.score:.2f}.\n"
+                f"the last step has {kept.score:.2f}. Later steps did not help: fewer FLOPs may be enough.\n"
             )
         if self.guessing is not None and self.val <= self.guessing:
             more += (

@@ -297,19 +297,21 @@ def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Imports a file as a module of this name."""
+    """Imports a file as a module of this name, which is not to be found again unless it is `known`."""
 
-    def by(file: Path, name: str) -> Any:
+    def by(file: Path, name: str, *, known: bool = True) -> Any:
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
+        if known:
+            monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         return module
 
     return by
 
 
-def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path):
+@pytest.mark.parametrize("known", [True, False], ids=["known", "loaded by its path alone"])
+def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path, known):
     x, y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
 
     def again(model: Any) -> Any:
@@ -323,7 +325,7 @@ def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source
     assert set(again_slots) <= {f"network.{path}" for path, _ in first.module.network.named_modules()}
 
     first.save(tmp_path / "first")
-    _, second = again(imported(tmp_path / "first" / "model.py", "first_model").load_model)
+    _, second = again(imported(tmp_path / "first" / "model.py", "first_model", known=known).load_model)
     assert second.network.description.seeds
     assert "model.py" in {file.name for file in second.save(tmp_path / "second").files}
     network = imported(tmp_path / "second" / "model.py", "second_model").load_model()

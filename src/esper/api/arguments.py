@@ -86,6 +86,7 @@ def _expected(kind: Any) -> str:  # noqa: ANN401 -- any annotation
     if kind in _PLAIN:
         return _PLAIN[kind]
     words = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
+    words = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", words)
     return re.sub(r"Callable\[.*\]", "a function", words)
 
 

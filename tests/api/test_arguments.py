@@ -35,7 +35,7 @@ WRONG = [
     (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be a whole number."),
     (lambda: esper.train("digits", devise="x"), "no argument 'devise'; did you mean 'device'?"),
     (lambda: esper.grow("digits", minutes=3), r"limits are given as budget=esper\.Budget\(minutes=\.\.\.\)"),
-    (lambda: esper.train("digits", batch_size=3), "unknown key batch_size; did you mean 'batch_train'"),
+    (lambda: esper.train("digits", batch_size=3), r"unknown key batch_size; did you mean batch_train\?"),
     (lambda: esper.Budget(minute=1), "esper.Budget has no argument 'minute'; did you mean 'minutes'?"),
     (lambda: esper.Budget(3), "esper.Budget: .*; its arguments are minutes, flops, params."),
     (lambda: esper.Budget(minutes="3"), r"esper.Budget: minutes is '3'; it must be float \| None."),

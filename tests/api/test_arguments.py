@@ -59,6 +59,12 @@ def test_numbers_of_numpy_are_numbers():
     assert (type(task.spec.batch_train), task.spec.optimizer.host_lr) == (int, 0.5)
 
 
+def test_one_text_is_a_list_of_one():
+    assert own_task(slots="layer2").spec.enabled == own_task(slots=["layer2"]).spec.enabled == ("layer2",)
+    with pytest.raises(ConfigError, match="beside is 'plan'; it must be list"):
+        esper.grow("digits", beside="plan")
+
+
 def test_five_examples_are_a_task():
     x, y = images(5)
     found = own_task(train=(x, y), val=None, test=None).spec.load(None, 0)

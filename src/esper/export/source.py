@@ -420,9 +420,11 @@ def _seed(code: Code, grown: str, seed: GrownSeed, host: Host) -> str:
 def _about(d: Description) -> str:
     """The docstring of the file."""
     lines = [f"A network that grew on the task {d.task}.", ""]
+    slots = max([8, *(len(seed.slot) + 2 for seed in d.seeds)])
+    blueprints = max([16, *(len(seed.blueprint) + 2 for seed in d.seeds)])
     for seed in d.seeds:
         alpha = f"  alpha {seed.alpha:g}" if seed.alpha != 1.0 else ""
-        lines.append(f"    {seed.slot:<8}{seed.blueprint:<16}{seed.algorithm}{alpha}")
+        lines.append(f"    {seed.slot:<{slots}}{seed.blueprint:<{blueprints}}{seed.algorithm}{alpha}")
     lines += [""] * bool(d.seeds)
     lines.append(
         f"{d.host_params:,} parameters of the host, {d.grown_params:,} of what grew; {d.flops:,} FLOPs per example."

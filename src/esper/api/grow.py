@@ -246,7 +246,7 @@ class Grown:
 
     @checked
     def picture(self, file: Path | str) -> None:
-        """Draw the candidates, points against FLOPs, as a .png or .svg file; needs matplotlib (`esper-growth[report]`).
+        """Draw the candidates, points against FLOPs, as a .png, .jpg or .svg file; needs matplotlib (extra `report`).
 
         Raises:
             ExportError: there is no leaderboard, or the file cannot be written.
@@ -261,7 +261,7 @@ class Grown:
             figure.savefig(expanded(file), dpi=110)
         except (OSError, ValueError) as error:
             raise ExportError(
-                f"{file} cannot be drawn ({error}); name a .png or .svg file in a folder that can be written to."
+                f"{file} cannot be drawn ({error}); name a .png, .jpg or .svg file in a folder that can be written to."
             ) from error
 
     def __repr__(self) -> str:

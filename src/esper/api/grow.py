@@ -22,7 +22,16 @@ from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, PlacedSeed
-from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, in_shell, nearest, option, refusing
+from esper.leyline.errors import (
+    ConfigError,
+    ExportError,
+    RunDirectoryError,
+    Stopped,
+    in_shell,
+    nearest,
+    option,
+    refusing,
+)
 from esper.leyline.files import expanded, mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
@@ -527,7 +536,9 @@ def _raced(
     if not growth.t:
         raise KeyboardInterrupt
     if stopped := not growth.is_over:
-        way = f"by the same command with {option('resume')}" if in_shell() else f"with {option('unfinished', str(file))}"
+        way = (
+            f"by the same command with {option('resume')}" if in_shell() else f"with {option('unfinished', str(file))}"
+        )
         kept = f"; continue it {way}" if file else ""
         out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
     network, entry, last = growth.result()

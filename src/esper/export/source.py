@@ -70,7 +70,8 @@ class Code:
     def name(self, value: Any, wanted: str, place: dict[str, Any] | None = None) -> str:  # noqa: ANN401
         """The name of `value` in the file, where it is defined if it is new: `wanted`, or that with underscores.
 
-        `place` has the names of the module in which it may be assigned; raises UnwritableError if there is no source for it.
+        `place` has the names of the module in which it may be assigned; raises UnwritableError if there is no source
+        for it.
         """
         while wanted in self._known:
             known = self._known[wanted]

@@ -35,7 +35,10 @@ WRONG = [
     (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be a whole number."),
     (lambda: esper.train("digits", devise="x"), "no argument 'devise'; did you mean 'device'?"),
     (lambda: esper.grow("digits", minutes=3), r"limits are given as budget=esper\.Budget\(minutes=\.\.\.\)"),
-    (lambda: esper.train("digits", batch_size=3), "unknown key batch_size; did you mean 'batch_train'"),
+    (lambda: esper.train("digits", batch_size=3), r"unknown key batch_size; did you mean batch_train\?"),
+    (lambda: esper.Budget(minute=1), "esper.Budget has no argument 'minute'; did you mean 'minutes'?"),
+    (lambda: esper.Budget(3), "esper.Budget: .*; its arguments are minutes, flops, params."),
+    (lambda: esper.Budget(minutes="3"), r"esper.Budget: minutes is '3'; it must be float \| None."),
     (lambda: esper.load(3), r"esper.load: path is 3; it must be Path \| str."),
     (lambda: esper.evaluate("run", ["heuristic"]), r"baselines is \['heuristic'\]; it must be text."),
     (lambda: esper.evaluate([]), "run is an empty list; name at least one run."),
@@ -54,6 +57,12 @@ def test_arguments_of_another_name_or_type_are_refused_at_the_border(call, said)
 def test_numbers_of_numpy_are_numbers():
     task = own_task(batch=np.int64(16), lr=np.float32(0.5), seed=np.int32(1))
     assert (type(task.spec.batch_train), task.spec.optimizer.host_lr) == (int, 0.5)
+
+
+def test_one_text_is_a_list_of_one():
+    assert own_task(slots="layer2").spec.enabled == own_task(slots=["layer2"]).spec.enabled == ("layer2",)
+    with pytest.raises(ConfigError, match="beside is 'plan'; it must be list"):
+        esper.grow("digits", beside="plan")
 
 
 def test_five_examples_are_a_task():

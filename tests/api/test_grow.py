@@ -19,8 +19,10 @@ from sklearn.metrics import r2_score
 from torch import Tensor, nn
 
 import esper
+from esper.api.grow import _births
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.architecture import PlacedSeed
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError
 from esper.leyline.lifecycle import LifecycleOp, Style
 from esper.tamiyo.schedules import Schedule
@@ -123,6 +125,11 @@ def test_a_text_has_the_perplexity_of_its_tokens_without_padding(task, grown, tm
     assert "perplexity" in str(compared)
     assert grown.perplexity is None
     assert "perplexity" not in str(grown)
+
+
+def test_seeds_of_one_step_are_listed_in_the_order_of_their_slots():
+    one, two, late = (PlacedSeed(slot, "norm", "ADD") for slot in ("stem", "layer2", "head"))
+    assert [row.slot for row in _births([(two, 0), (one, 0), (late, 3)])] == ["stem", "layer2", "head"]
 
 
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
@@ -297,19 +304,21 @@ def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Imports a file as a module of this name."""
+    """Imports a file as a module of this name, which is not to be found again unless it is `known`."""
 
-    def by(file: Path, name: str) -> Any:
+    def by(file: Path, name: str, *, known: bool = True) -> Any:
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
+        if known:
+            monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         return module
 
     return by
 
 
-def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path):
+@pytest.mark.parametrize("known", [True, False], ids=["known", "loaded by its path alone"])
+def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path, known):
     x, y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
 
     def again(model: Any) -> Any:
@@ -323,7 +332,7 @@ def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source
     assert set(again_slots) <= {f"network.{path}" for path, _ in first.module.network.named_modules()}
 
     first.save(tmp_path / "first")
-    _, second = again(imported(tmp_path / "first" / "model.py", "first_model").load_model)
+    _, second = again(imported(tmp_path / "first" / "model.py", "first_model", known=known).load_model)
     assert second.network.description.seeds
     assert "model.py" in {file.name for file in second.save(tmp_path / "second").files}
     network = imported(tmp_path / "second" / "model.py", "second_model").load_model()

@@ -128,7 +128,7 @@ def test_a_growth_is_shown_stopped_continued_and_written(file, capfd, monkeypatc
         patch.setattr(Growth, "step", stopping)
         assert main(words) == 0
     out = capfd.readouterr().out
-    assert "stopped after step 2 of 6; the best candidate so far is kept; continue it with the same file" in out
+    assert "the best candidate so far is kept; continue it by the same command with --resume" in out
     assert "by plain" not in out
     assert Path("grown/model.py").is_file()
     assert main(words) == 2

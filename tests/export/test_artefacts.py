@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import tiny
 from esper.export import checking
 from esper.export.grown import GrownModule, state_of
 from esper.export.network import HOW_TO_LOAD, load
-from esper.export.source import written
+from esper.export.source import _about, written
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ExportError
 
@@ -80,6 +81,14 @@ def test_the_source_of_a_network_gives_its_outputs(case, imports):
     with torch.no_grad():
         assert torch.equal(model(x), network.module(x))
         assert torch.equal(model(x[:1]), network.module(x[:1]))
+
+
+def test_columns_of_the_header_are_apart_for_paths_of_any_length(network_of):
+    found = network_of(0).description
+    seeds = tuple(replace(seed, slot=f"blocks.{n}0.body") for n, seed in enumerate(found.seeds))
+    lines = _about(replace(found, seeds=seeds)).splitlines()[2 : 2 + len(seeds)]
+    assert seeds
+    assert [line.split()[:3] for line in lines] == [[s.slot, s.blueprint, s.algorithm] for s in seeds]
 
 
 @pytest.mark.parametrize("case", nets.CASES)

@@ -24,8 +24,8 @@ R = TypeVar("R")
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: a call raises ConfigError for arguments missing, unknown or of a wrong type.
 
-    Numbers of NumPy become those of Python. What functions and data give is checked where they are used, and
-    `**settings` with the configuration.
+    Numbers of NumPy become those of Python, and a text where a list of texts is expected becomes that list. What
+    functions and data give is checked where they are used, and `**settings` with the configuration.
     """
     signature, kinds = inspect.signature(function), cache(partial(_kinds, function))
     home = "esper.gym" if function.__module__ == "esper.gym" else "esper"
@@ -46,9 +46,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             raise ConfigError(f"{name}: {error}; its arguments are {', '.join(known)}.") from None
         for key, value in bound.arguments.items():
             several = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
+            kind = kinds().get(key, Any)
             plain = [one.item() if isinstance(one, np.generic) else one for one in (value if several else [value])]
-            for one in plain:
-                if not _fits(one, kind := kinds().get(key, Any)):
+            for place, one in enumerate(plain):
+                if isinstance(one, str) and not _fits(one, kind) and _fits([one], kind):
+                    plain[place] = [one]
+                elif not _fits(one, kind):
                     raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {_expected(kind)}.")
             bound.arguments[key] = tuple(plain) if several else plain[0]
         with in_a_sentence(), refusing_exit():
@@ -86,6 +89,7 @@ def _expected(kind: Any) -> str:  # noqa: ANN401 -- any annotation
     if kind in _PLAIN:
         return _PLAIN[kind]
     words = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
+    words = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", words)
     return re.sub(r"Callable\[.*\]", "a function", words)
 
 

@@ -21,8 +21,17 @@ from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.architecture import Architecture
-from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest, option, refusing
+from esper.leyline.architecture import Architecture, PlacedSeed
+from esper.leyline.errors import (
+    ConfigError,
+    ExportError,
+    RunDirectoryError,
+    Stopped,
+    in_shell,
+    nearest,
+    option,
+    refusing,
+)
 from esper.leyline.files import expanded, mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
@@ -246,7 +255,7 @@ class Grown:
 
     @checked
     def picture(self, file: Path | str) -> None:
-        """Draw the candidates, points against FLOPs, as a .png or .svg file; needs matplotlib (`esper-growth[report]`).
+        """Draw the candidates, points against FLOPs, as a .png, .jpg or .svg file; needs matplotlib (extra `report`).
 
         Raises:
             ExportError: there is no leaderboard, or the file cannot be written.
@@ -261,7 +270,7 @@ class Grown:
             figure.savefig(expanded(file), dpi=110)
         except (OSError, ValueError) as error:
             raise ExportError(
-                f"{file} cannot be drawn ({error}); name a .png or .svg file in a folder that can be written to."
+                f"{file} cannot be drawn ({error}); name a .png, .jpg or .svg file in a folder that can be written to."
             ) from error
 
     def __repr__(self) -> str:
@@ -527,17 +536,25 @@ def _raced(
     if not growth.t:
         raise KeyboardInterrupt
     if stopped := not growth.is_over:
-        kept = f"; continue it with the same file, {file}" if file else ""
+        way = (
+            f"by the same command with {option('resume')}" if in_shell() else f"with {option('unfinished', str(file))}"
+        )
+        kept = f"; continue it {way}" if file else ""
         out.say(f"stopped after step {growth.t} of {growth.steps}; the best candidate so far is kept{kept}")
     network, entry, last = growth.result()
     if file is not None and not stopped:
         file.unlink(missing_ok=True)
     found = network.description
     assert found.val is not None
-    rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
-    timeline = Timeline([*rows, Row(last, "", "end", None, None, found.val)], found.unit)
+    timeline = Timeline([*_births(growth.births(entry)), Row(last, "", "end", None, None, found.val)], found.unit)
     board = growth.leaderboard(entry, last, found.test)
     return Grown(network, timeline, board), board, stopped
+
+
+def _births(found: Sequence[tuple[PlacedSeed, int]]) -> list[Row]:
+    """The rows of seeds that came with their copies: by steps, and of one step in the order of their slots."""
+    rows = (Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in reversed(found))
+    return sorted(rows, key=lambda row: row.step)
 
 
 def _require_place(file: Path) -> None:

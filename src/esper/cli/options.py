@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -27,33 +27,13 @@ def placeholder(metavar: str) -> object:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
-def _parsed(kind: type[int] | type[float], words: str) -> object:
-    """A number on the command line, or a sentence: tyro makes a box of what it does not understand itself."""
-
-    def instance(found: list[str]) -> int | float:
-        try:
-            return kind(found[0])
-        except ValueError:
-            raise EsperError(f"found {found[0]!r} where {words} is expected.") from None
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N",
-        instance_from_str=instance,
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 Text = Annotated[str | None, placeholder("NAME")]
-_WHOLE = _parsed(int, "a whole number, as in --rounds 12,")
-Number = Annotated[int | None, placeholder("N"), _WHOLE]
-Whole = Annotated[int, placeholder("N"), _WHOLE]
-Real = Annotated[float | None, placeholder("X"), _parsed(float, "a number, as in --minutes 2.5,")]
+Number = Annotated[int | None, placeholder("N")]
+Whole = Annotated[int, placeholder("N")]
+Real = Annotated[float | None, placeholder("X")]
 Ranks = Annotated[
     int | None,
     placeholder("N"),
-    _WHOLE,
     tyro.conf.arg(help="Processes of this machine that share the work, as torchrun starts them on many. (1)"),
 ]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
@@ -73,21 +53,37 @@ def folder_of_all(group: "Group", given: Path | None, free: Callable[[], Path]) 
 def names_first(options: type, arguments: Sequence[str]) -> list[str]:
     """The arguments with those that belong to no option first, as tyro needs them: RUN --best NAME has two names.
 
-    An option that may have several values, or that is not known, takes all that follows it.
+    An option that may have several values, or that is not known, takes all that follows it. Raises EsperError for what
+    is no number behind an option that has one.
     """
     kinds = get_type_hints(options)
     names, others, left = list[str](), list[str](), 0.0
     for argument in arguments:
         if argument.startswith("--"):
-            kind = kinds.get(argument[2:].replace("-", "_"), _MANY)
-            left = 0.0 if kind is bool or "=" in argument else math.inf if kind == _MANY else 1.0
+            option, given, value = argument.partition("=")
+            kind = kinds.get(option[2:].replace("-", "_"), _MANY)
+            left = 0.0 if kind is bool or given else math.inf if kind == _MANY else 1.0
+            if given:
+                _require_number(option, kind, value)
             others.append(argument)
         elif left > 0.0 or argument.startswith("-"):
+            if left == 1.0:
+                _require_number(option, kind, argument)
             left -= 1.0
             others.append(argument)
         else:
             names.append(argument)
     return names + others
+
+
+def _require_number(option: str, kind: Any, value: str) -> None:  # noqa: ANN401 -- any annotation
+    """Raise EsperError if the value of an option is not the number that it has: tyro makes a box of that."""
+    for number, words in ((int, f"a whole number, as in {option} 12,"), (float, f"a number, as in {option} 2.5,")):
+        if number in (kind, *get_args(kind)):
+            try:
+                number(value)
+            except ValueError:
+                raise EsperError(f"found {value!r} where {words} is expected.") from None
 
 
 def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any]:

@@ -67,10 +67,11 @@ class Code:
         whole = [f"import {what}" for what in places.pop("", [])]
         return "\n".join((*whole, *(f"from {place} import {', '.join(names)}" for place, names in places.items())))
 
-    def name(self, value: Any, wanted: str, place: ModuleType | None = None) -> str:  # noqa: ANN401
+    def name(self, value: Any, wanted: str, place: dict[str, Any] | None = None) -> str:  # noqa: ANN401
         """The name of `value` in the file, where it is defined if it is new: `wanted`, or that with underscores.
 
-        `place` is the module in which it may be assigned; raises UnwritableError if there is no source for it.
+        `place` has the names of the module in which it may be assigned; raises UnwritableError if there is no source
+        for it.
         """
         while wanted in self._known:
             known = self._known[wanted]
@@ -179,19 +180,20 @@ class Code:
         scope = _scope(function)
         return self._with_names(whole, scope, {}), self._with_names(body, scope, {})
 
-    def _assigned(self, value: object, name: str, place: ModuleType | None) -> str:
+    def _assigned(self, value: object, name: str, place: dict[str, Any] | None) -> str:
         """The statement that assigns a name in a module."""
-        if place is not None and getattr(place, "__file__", None) and place.__name__.partition(".")[0] != "esper":
-            tree, text, _ = _parsed(str(place.__file__))
+        if place and place.get("__file__") and place["__name__"].partition(".")[0] != "esper":
+            tree, text, _ = _parsed(str(place["__file__"]))
             for node in reversed(tree.body):
                 targets = node.targets if isinstance(node, ast.Assign) else []
                 if [target.id for target in targets if isinstance(target, ast.Name)] == [name]:
-                    return self._with_names(ast.get_source_segment(text, node) or "", vars(place), {name: name})
+                    return self._with_names(ast.get_source_segment(text, node) or "", place, {name: name})
         raise UnwritableError(f"its code uses {name!r}, a {type(value).__name__}")
 
     def _with_names(self, text: str, scope: dict[str, Any], own: dict[str, str]) -> str:
         """Source whose free names are defined; some may have another name in the file."""
-        place = sys.modules.get(str(scope.get("__name__")))
+        module = sys.modules.get(str(scope.get("__name__")))
+        place = scope if module is None else vars(module)
         names = dict(own)
         for name in sorted(_free_names(text) - own.keys()):
             if name in scope and getattr(builtins, name, scope) is not scope[name]:
@@ -248,10 +250,12 @@ def _is_of_esper(decorator: ast.expr, scope: dict[str, Any]) -> bool:
 def _scope(value: Any) -> dict[str, Any]:  # noqa: ANN401 -- a class or function
     """What the names in its code stand for."""
     functions = list(_functions(value)) if inspect.isclass(value) else [value]
-    place = sys.modules.get(value.__module__)
-    if place is None:
+    module = sys.modules.get(value.__module__)
+    scopes = [vars(module)] if module is not None and inspect.isclass(value) else []
+    scopes += [function.__globals__ for function in functions if function.__module__ == value.__module__]
+    if not scopes:  # of a class without methods, of a file that importlib has loaded without an entry in sys.modules
         raise UnwritableError(f"{value.__qualname__} has no source file")
-    scope = dict(vars(place)) if inspect.isclass(value) else dict(value.__globals__)
+    scope = dict(scopes[0])
     for function in functions:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
@@ -417,9 +421,11 @@ def _seed(code: Code, grown: str, seed: GrownSeed, host: Host) -> str:
 def _about(d: Description) -> str:
     """The docstring of the file."""
     lines = [f"A network that grew on the task {d.task}.", ""]
+    slots = max([8, *(len(seed.slot) + 2 for seed in d.seeds)])
+    blueprints = max([16, *(len(seed.blueprint) + 2 for seed in d.seeds)])
     for seed in d.seeds:
         alpha = f"  alpha {seed.alpha:g}" if seed.alpha != 1.0 else ""
-        lines.append(f"    {seed.slot:<8}{seed.blueprint:<16}{seed.algorithm}{alpha}")
+        lines.append(f"    {seed.slot:<{slots}}{seed.blueprint:<{blueprints}}{seed.algorithm}{alpha}")
     lines += [""] * bool(d.seeds)
     lines.append(
         f"{d.host_params:,} parameters of the host, {d.grown_params:,} of what grew; {d.flops:,} FLOPs per example."

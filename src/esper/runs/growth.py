@@ -587,10 +587,9 @@ class Growth:
             least = stages_cost(costs, self._until, self.steps, self.t)
             if least > left - self._measuring(costs):
                 raise ConfigError(
-                    f"the budget holds {short(left)} FLOPs, but a step of the network alone costs "
-                    f"{short(self._of_step(Candidate()))}, and {counted(self.steps, 'step')} of the "
-                    f"{counted(len(self.rows), 'candidate')} {short(least)}; allow more minutes or FLOPs, or make "
-                    "steps shorter with batches_per_step."
+                    f"the budget holds {short(left)} FLOPs, too few for {counted(self.steps, 'step')} of "
+                    f"{counted(len(self.rows), 'candidate')} ({short(least + self._measuring(costs))}); allow more "
+                    "minutes or FLOPs, or make steps shorter with batches_per_step."
                 )
         self.end = stage_ends(self._until, self.steps, self.t)[0]
 

@@ -18,8 +18,11 @@ from pathlib import Path
 
 import pytest
 from beartype._check.code import codemain
+from hypothesis import settings
 
 codemain.getrandbits = random.Random(0).getrandbits  # shape checks choose items of a list without the global generator
+settings.register_profile("busy machines", deadline=None)  # of an example: others may be at work
+settings.load_profile("busy machines")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -354,7 +354,7 @@ WRONG = [
         {"train": (X, F.one_hot(Y)), "val": (X, SMOOTH)},
         "mynet.val.y holds torch.float32 [40, 3], expected classes [n] as integers",
     ),
-    ({"slots": "stem"}, "slots is 'stem'; it must be list[str]"),
+    ({"slots": 3}, "slots is 3; it must be list[str]"),
     ({"slots": ["stem*"], "train": None}, "train is missing; give the examples as (x, y), a data set or a DataLoader"),
     ({"weights": MLP()}, "weights is a MLP; it must be Path | str | Mapping[str, Any] | None."),
     ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),

@@ -19,10 +19,8 @@ from sklearn.metrics import r2_score
 from torch import Tensor, nn
 
 import esper
-from esper.api.grow import _births
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.architecture import PlacedSeed
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError
 from esper.leyline.lifecycle import LifecycleOp, Style
 from esper.tamiyo.schedules import Schedule
@@ -125,11 +123,6 @@ def test_a_text_has_the_perplexity_of_its_tokens_without_padding(task, grown, tm
     assert "perplexity" in str(compared)
     assert grown.perplexity is None
     assert "perplexity" not in str(grown)
-
-
-def test_seeds_of_one_step_are_listed_in_the_order_of_their_slots():
-    one, two, late = (PlacedSeed(slot, "norm", "ADD") for slot in ("stem", "layer2", "head"))
-    assert [row.slot for row in _births([(two, 0), (one, 0), (late, 3)])] == ["stem", "layer2", "head"]
 
 
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):

@@ -156,6 +156,7 @@ def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow
     assert [entry.candidate for entry in small.entries] == [ALONE, GROWN, FASTER]
     assert small.stages == racing_stages(new=0)
     assert small._prices.flops(FREE) <= 1.02 * small._prices.flops(Architecture())
+    assert small.births(1) == [(seed, 0) for seed in FREE.slots]
     limited = grow("auto", flops=60 * step_flops, params=small.entries[1].params - 1)  # norms do not fit
     assert [entry.candidate.rate for entry in limited.entries] == list(RATES)
 

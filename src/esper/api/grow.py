@@ -21,7 +21,7 @@ from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.architecture import Architecture, PlacedSeed
+from esper.leyline.architecture import Architecture
 from esper.leyline.errors import (
     ConfigError,
     ExportError,
@@ -546,15 +546,10 @@ def _raced(
         file.unlink(missing_ok=True)
     found = network.description
     assert found.val is not None
-    timeline = Timeline([*_births(growth.births(entry)), Row(last, "", "end", None, None, found.val)], found.unit)
+    rows = [Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in growth.births(entry)]
+    timeline = Timeline([*rows, Row(last, "", "end", None, None, found.val)], found.unit)
     board = growth.leaderboard(entry, last, found.test)
     return Grown(network, timeline, board), board, stopped
-
-
-def _births(found: Sequence[tuple[PlacedSeed, int]]) -> list[Row]:
-    """The rows of seeds that came with their copies: by steps, and of one step in the order of their slots."""
-    rows = (Row(step, seed.slot, "grown", seed.blueprint, 1.0, None) for seed, step in reversed(found))
-    return sorted(rows, key=lambda row: row.step)
 
 
 def _require_place(file: Path) -> None:

@@ -11,7 +11,7 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
     auto            the network alone, and with seeds that    the best goes on; a large budget has a race: beside it
-                    cost no FLOPs at two learning rates       copies that have grown, then the best two
+                    cost hardly any FLOPs, at two rates       copies that have grown, then the best two
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
@@ -822,15 +822,15 @@ class Growth:
         return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row, steps
 
     def births(self, entry: int) -> list[tuple[PlacedSeed, int]]:
-        """The seeds of an entry, and the step after which each of them came."""
+        """The seeds of an entry, and the step after which each of them came; those of one step as their slots."""
         found: list[tuple[PlacedSeed, int]] = []
         at: int | None = entry
         while at is not None:
             this = self.entries[at]
             before = () if this.parent is None else self.entries[this.parent].candidate.architecture.slots
-            found += [(seed, this.born) for seed in this.candidate.architecture.slots if seed not in before]
-            at = this.parent
-        return found[::-1]
+            own = [(seed, this.born) for seed in this.candidate.architecture.slots if seed not in before]
+            found, at = own + found, this.parent
+        return found
 
     def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
         """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""

@@ -164,8 +164,9 @@ def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow
 @pytest.mark.parametrize(
     ("losses", "continued", "until"),
     [
-        pytest.param((1.0, 1.01, 1.02), [GROWN], 1.0, id="free seeds go on where they harm by less than 2 %"),
-        pytest.param((1.0, 1.03, 1.04), [ALONE], 1.0, id="the network alone where it is better by more"),
+        pytest.param((1.0, 1.01, 1.02), [FASTER], 1.0, id="free seeds and three times the rate, harming by less than 2 %"),
+        pytest.param((1.0, 1.01, 1.04), [GROWN], 1.0, id="the rate of the task where it is better by more"),
+        pytest.param((1.0, 1.03, 1.06), [ALONE], 1.0, id="the network alone where it is better by more"),
         pytest.param((1.0, 1.03, 1.02), [Candidate(rate=3.0)], 1.0, id="at the better rate of the others"),
         pytest.param((1.0, 1.01, 1.0), [FASTER], 1.0, id="the better rate"),
         pytest.param((1.0, 1.0, 1.11), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="a third where three times is worse"),

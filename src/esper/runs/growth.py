@@ -79,7 +79,8 @@ _FREE, _FREE_RATES = 1.02, (1.0, 3.0)
 """Price of an architecture, in that of the network alone, up to which it costs nothing, and the factors of its rate."""
 _EARLY = 0.02
 """Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
-else that goes on: what it is worth shows late (docs/experiments.md)."""
+else that goes on; and likewise at the rate of the task than at three times the rate. What these are worth shows late
+(docs/experiments.md)."""
 _FAST, _SLOWER_UNTIL = 0.1, 0.1
 """Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage."""
 _FEW = 3
@@ -748,9 +749,12 @@ class Growth:
 
     def _merit(self, row: int) -> float:
         """What decides at the end of a stage: the loss, which is less noisy than the figure of merit, and the price."""
-        entry = self.entries[row]
-        price = 0.0 if self._is_rich and not self._free else math.log2(entry.flops / self._prices.flops(Architecture()))
-        share = _LEAST_GAIN * price + _EARLY * (self._free not in (None, entry.candidate.architecture))
+        entry, free = self.entries[row], self._free
+        price = 0.0 if self._is_rich and not free else math.log2(entry.flops / self._prices.flops(Architecture()))
+        share = _LEAST_GAIN * price
+        if free:
+            slow = entry.candidate.rate < max(_FREE_RATES)
+            share += _EARLY * ((entry.candidate.architecture != free) + slow)
         loss = entry.loss[-1] + share * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 

@@ -25,6 +25,9 @@ class Config:
 
 
 CONFIG = Config(width=8)
+size = x = torch.arange(3)
+"""What no lambda below means: each has an argument of this name."""
+PREPARE = {"halve": lambda x: x / 2}
 ACTIVATIONS = {"gelu": nn.GELU}
 
 
@@ -137,6 +140,7 @@ CASES = {
     "sequential": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), ["0"], VECTORS, "mlp"),
     "config": (partial(WithConfig, CONFIG), ["a"], VECTORS, "attention"),
     "config in a lambda": (lambda: WithConfig(Config(width=8)), ["a"], VECTORS, "lora"),
+    "lambda with an argument": (lambda size=8: WithConfig(Config(width=size)), ["a"], VECTORS, "norm"),
     "lstm": (partial(Recurrent, nn.LSTM), ["mix"], TOKENS, "attention"),
     "gru": (partial(Recurrent, nn.GRU), ["mix"], TOKENS, "norm"),
     "positions": (Positions, ["encoder.layers.0"], TOKENS, "flex_attention"),

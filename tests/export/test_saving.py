@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import networks_to_save as nets
 import tiny
 from esper.export.grown import Origin, state_of
 from esper.export.network import GrownNetwork, load
@@ -63,6 +64,15 @@ def test_the_input_normalization_is_saved_and_loaded(network_of, tmp_path):
     exec((tmp_path / "grown" / "model.py").read_text(), names)
     prepared = names["prepare"](torch.tensor([[[[255, 0]]]], dtype=torch.uint8))
     assert prepared.tolist() == [[[[2.0, -2.0]]]]  # (1 - 0.5) / 0.25 and (0 - 0.5) / 0.25
+
+
+def test_an_argument_of_a_lambda_is_no_name_of_its_module(tmp_path):
+    network = replace(nets.network_of(*nets.CASES["config"]), inputs=nets.PREPARE["halve"])
+    network.save(tmp_path / "grown")
+    names: dict[str, object] = {"__name__": "model", "__file__": str(tmp_path / "grown" / "model.py")}
+    exec((tmp_path / "grown" / "model.py").read_text(), names)
+    assert names["prepare"](torch.tensor([4.0])).tolist() == [2.0]
+    assert "x" not in names
 
 
 def test_a_folder_that_exists_is_replaced_only_if_asked_and_only_if_it_is_one_of_ours(network_of, saved):

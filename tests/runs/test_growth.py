@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """[B, 6] -> logits [B, 3], with two slots."""
+    """[B, 6] -> logits [B, 3], with two slots of two tokens, or of vectors."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 2) -> None:
         super().__init__()
-        self.one, self.two, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.tokens = tokens
+        self.one, self.two, self.out = nn.Linear(6 // tokens, 8), nn.Linear(8, 8), nn.Linear(8 * tokens, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.two(torch.tanh(self.one(x)))))
+        x = x if self.tokens == 1 else x.unflatten(1, (self.tokens, -1))
+        return self.out(torch.tanh(self.two(torch.tanh(self.one(x)))).flatten(1))
 
 
 def vectors(n: int) -> tuple[Tensor, Tensor]:
@@ -54,9 +57,14 @@ def vectors(n: int) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
 
 
-TASK = esper.Task(
-    Net, ["one", "two"], train=vectors(64), val=vectors(40), test=vectors(50), batch=16, episode_length=12, lr=1e-2
-)
+def task_of(name: str, tokens: int = 2) -> esper.Task:
+    return esper.Task(
+        partial(Net, tokens), ["one", "two"], train=vectors(64), val=vectors(40), test=vectors(50), batch=16,
+        episode_length=12, lr=1e-2, name=name,
+    )  # fmt: skip
+
+
+TASK = task_of("net")
 STEP = 3 * 64 + 40
 """Forward passes of examples that a step of training and measuring counts as."""
 STEP_MEASURED = 3 * 64 + 4
@@ -122,11 +130,11 @@ def test_a_climb_keeps_the_best_beside_its_copies_and_ends_with_one_network():
     assert [stage.until for stage in stages] == pytest.approx([0.1, 0.35, 0.6, 1.0])
 
 
-def test_a_race_tries_rates_then_architectures_then_the_best_two():
-    stages = racing_stages(new=4)
+def test_a_race_tries_what_is_free_then_architectures_then_the_best_two():
+    stages = racing_stages(3, new=4)
     assert [(stage.kept, stage.new) for stage in stages] == [(3, 0), (1, 4), (2, 0), (1, 0)]
     assert [stage.until for stage in stages] == [0.06, 0.1, 0.15, 1.0]
-    assert racing_stages(new=0) == (Stage(0.06, 3), Stage(1.0, 1))
+    assert racing_stages(3, new=0) == (Stage(0.06, 3), Stage(1.0, 1))
 
 
 def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(grow, step_flops):
@@ -134,7 +142,9 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
     assert growth.end == growth.steps > 30
-    assert grow("auto", flops=200 * flops).stages == racing_stages(new=0)  # 1,600 batches are for learning rates alone
+    assert grow("auto", flops=200 * flops).stages == racing_stages(
+        3, new=0
+    )  # 1,600 batches are for learning rates alone
     rich = grow("auto", flops=260 * flops)
     assert len(rich.entries) == len(RATES)
     assert rich.stages[1].new > 0
@@ -154,17 +164,20 @@ def small(grow: Callable[..., Growth], step_flops: float) -> Growth:
 
 def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow, step_flops):
     assert [entry.candidate for entry in small.entries] == [ALONE, GROWN, FASTER]
-    assert small.stages == racing_stages(new=0)
+    assert small.stages == racing_stages(3, new=0)
     assert small._prices.flops(FREE) <= 1.02 * small._prices.flops(Architecture())
     assert small.births(1) == [(seed, 0) for seed in FREE.slots]
     limited = grow("auto", flops=60 * step_flops, params=small.entries[1].params - 1)  # norms do not fit
-    assert [entry.candidate.rate for entry in limited.entries] == list(RATES)
+    assert [entry.candidate for entry in limited.entries] == [ALONE, Candidate(rate=3.0)]
+    assert limited.stages == racing_stages(2, new=0)
 
 
 @pytest.mark.parametrize(
     ("losses", "continued", "until"),
     [
-        pytest.param((1.0, 1.01, 1.02), [FASTER], 1.0, id="free seeds and three times the rate, harming by less than 2 %"),
+        pytest.param(
+            (1.0, 1.01, 1.02), [FASTER], 1.0, id="free seeds and three times the rate, harming by less than 2 %"
+        ),
         pytest.param((1.0, 1.01, 1.04), [GROWN], 1.0, id="the rate of the task where it is better by more"),
         pytest.param((1.0, 1.03, 1.06), [ALONE], 1.0, id="the network alone where it is better by more"),
         pytest.param((1.0, 1.03, 1.02), [Candidate(rate=3.0)], 1.0, id="at the better rate of the others"),
@@ -214,13 +227,22 @@ def test_in_a_race_architectures_grow_from_the_network_alone_and_must_be_clearly
     assert [growth.entries[row].candidate for row in growth.rows] == [one if is_better else FASTER]
 
 
-def test_blueprints_of_the_user_are_tried_first(step_flops):
+def test_behind_vectors_the_rate_alone_is_chosen(step_flops):
+    spec = task_of("of_vectors", tokens=1).spec
+    with in_process(spec):
+        config = resolve({"task": spec.name, "executor": "streamed", "threads": 1})
+        growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=60 * step_flops))
+    assert [entry.candidate for entry in growth.entries] == [ALONE, Candidate(rate=3.0)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_blueprints_of_the_user_are_tried_first(step_flops, tokens):
     @esper.register_blueprint(family="transformer", init={"weight": 0.0, "bias": 0.0})
     def thin(channels: int) -> nn.Module:
         return nn.LayerNorm(channels)
 
     try:
-        spec = TASK.spec
+        spec = task_of("with_own_blueprint", tokens).spec
         with in_process(spec):
             config = resolve({"task": spec.name, "executor": "streamed", "threads": 1})
             growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=60 * step_flops))
@@ -239,7 +261,8 @@ def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):
     assert data.batch_train == 8
     assert (optimizer.host_lr, optimizer.seed_lr) == pytest.approx((1e-2 / math.sqrt(2), 1e-2 / math.sqrt(2)))
     assert growth._prices.of_step(1.0) == rich._prices.of_step(1.0)  # as many examples
-    assert grow("halving", flops=60 * of_step).batch == grow("auto", flops=60 * of_step, steps=3).batch == 16
+    assert grow("halving", flops=60 * of_step).batch == grow("plain", flops=60 * of_step).batch == 8  # what is compared
+    assert grow("auto", flops=60 * of_step, steps=3).batch == 16
 
 
 def test_batches_are_not_halved_below_the_smallest_of_the_task(step_flops):
@@ -535,7 +558,7 @@ def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
 
 
 def test_the_best_step_is_kept_on_request(grow):
-    growth = finished(grow("plain", steps=12, seed=4, keep="best"))
+    growth = finished(grow("plain", steps=12, seed=5, keep="best"))
     last = growth.entries[growth.rows[0]]
     network, entry, steps = growth.result()
     assert network.description.val == pytest.approx(max(growth.entries[entry].val[steps - 1], *last.val[-9:]))

@@ -87,7 +87,7 @@ class Code:
         elif is_literal(value):
             self.texts.append(f"{wanted} = {value!r}")
         elif isinstance(value, FunctionType) and own == "<lambda>":
-            self.texts.append(f"{wanted} = {self._lambda(value)[0]}")
+            self.texts.append(f"{wanted} = {self._lambda(value)}")
         elif inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value)):
             assert isinstance(own, str)
             if own == wanted.rstrip("_"):
@@ -109,7 +109,7 @@ class Code:
         if isinstance(value, partial):
             return f"{self.name(partial, 'partial')}({', '.join((self.expression(value.func), *self._given(value)))})"
         if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
-            return f"({self._lambda(value)[0]})"
+            return f"({self._lambda(value)})"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             kind = type(value)
             fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
@@ -129,7 +129,7 @@ class Code:
         if isinstance(model, partial):
             return f"{self.expression(model.func)}({', '.join(self._given(model))})"
         if isinstance(model, FunctionType) and model.__name__ == "<lambda>":
-            return self._lambda(model)[1]
+            return self._lambda(model, called=True)
         return f"{self.expression(model)}()"
 
     def _given(self, value: partial[Any]) -> list[str]:
@@ -169,16 +169,17 @@ class Code:
         body = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         self.texts.append(self._with_names("\n".join((*kept, body)), scope, {value.__name__: name}))
 
-    def _lambda(self, function: FunctionType) -> tuple[str, str]:
-        """The source of a lambda, and of what it gives."""
+    def _lambda(self, function: FunctionType, *, called: bool = False) -> str:
+        """The source of a lambda, or of what it gives when it is `called` without arguments."""
         tree, text, _ = _parsed(function.__code__.co_filename)
         line = function.__code__.co_firstlineno
         found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno <= line <= (n.end_lineno or 0)]
         if len(found) != 1:
             raise UnwritableError("a lambda in its code has no source of its own")
-        whole, body = (ast.get_source_segment(text, part) or "" for part in (found[0], found[0].body))
-        scope = _scope(function)
-        return self._with_names(whole, scope, {}), self._with_names(body, scope, {})
+        has_arguments = bool(inspect.signature(function).parameters)
+        part = found[0].body if called and not has_arguments else found[0]
+        source = self._with_names(ast.get_source_segment(text, part) or "", _scope(function), {})
+        return f"({source})()" if called and has_arguments else source
 
     def _assigned(self, value: object, name: str, place: dict[str, Any] | None) -> str:
         """The statement that assigns a name in a module."""

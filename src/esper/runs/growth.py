@@ -11,15 +11,16 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
     auto            the network alone, and with seeds that    the best goes on; a large budget has a race: beside it
-                    cost hardly any FLOPs, at two rates       copies that have grown, then the best two
+                    cost hardly any FLOPs (behind vectors     copies that have grown, then the best two
+                    none), at two learning rates
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
 once. Under a budget of FLOPs the outcome is reproducible; one of minutes depends on the machine. There candidates that
 run side by side, on the cores of a CPU or on a GPU, cost the time of one, so that as many of them go on to the end.
 
-Where a budget holds few batches, "auto" halves them, and lowers the learning rates with them. Where it still holds few,
-"auto" compares no architectures but those that are free.
+Where a budget holds few batches, they are halved, and the learning rates are lowered with them. Where it still holds
+few, "auto" compares no architectures but those that are free.
 
 Learning rates fall by a cosine, unless the task has a schedule of its own, and begin anew in each stage (Loshchilov &
 Hutter 2017, arXiv 1608.03983): what is compared at its end has been annealed, and may be kept. They rise over as large
@@ -42,7 +43,9 @@ import torch
 from pydantic import Field
 
 from esper.export.network import GrownNetwork
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.flops import BACKWARD
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
@@ -63,6 +66,7 @@ from esper.tasks.losses import points_of_guessing
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import largest_batch, training_bounds
+from esper.tolaria.executors.network import examples
 from esper.tolaria.memory import available_bytes, predict
 from esper.tolaria.runtime import host_read, usable_cores
 from esper.tolaria.state import StepReport
@@ -182,10 +186,10 @@ def climbing_stages(climbs: int, new: int) -> tuple[Stage, ...]:
     return (Stage(0.1, len(RATES)), *(Stage(end, 1, new) for end in until), Stage(1.0, 1))
 
 
-def racing_stages(new: int) -> tuple[Stage, ...]:
-    """A twentieth of the steps for the learning rates, a few for `new` architectures, and nearly all for the best."""
+def racing_stages(first: int, new: int) -> tuple[Stage, ...]:
+    """A twentieth of the steps for the first candidates, a few for `new` architectures, and nearly all for the best."""
     race = (Stage(0.1, 1, new), Stage(0.15, 2)) if new else ()
-    return (Stage(0.06, len(RATES)), *race, Stage(1.0, 1))
+    return (Stage(0.06, first), *race, Stage(1.0, 1))
 
 
 def side_by_side(stages: Sequence[Stage], many: int) -> tuple[Stage, ...]:
@@ -370,9 +374,7 @@ class Growth:
         batch = (1 + BACKWARD) * largest_batch(task, dataset) * self._prices.flops(Architecture())
         self._trial_seconds, self._at_once = trial.batch_seconds / batch, 1.0
         self._fixed, self._asked, self._keep = steps, method, keep
-        if (
-            method == "auto" and not steps and task.last_batch != "keep"
-        ):  # a last batch may become too small to train on
+        if not steps and task.last_batch != "keep":  # a last batch may become too small to train on
             self._halve_batches(trial.batch_seconds)
         self._pool = self._architectures()
         if budget.minutes is not None:
@@ -380,7 +382,7 @@ class Growth:
             self._pool = self._architectures()
         runs = self._left() / (self._of_step(Candidate()) * (steps or config.episode_length))
         self._is_rich = runs >= _MANY_RUNS
-        self._free = self._free_of(self._pool) if method == "auto" else None
+        self._free = self._free_of(self._pool) if method == "auto" else None  # others choose without a prejudice
         begin, self.stages = self._plan(method)
         self.begin(begin)
 
@@ -476,8 +478,9 @@ class Growth:
             plans = [(plain, climbing_stages(*size)) for size in sizes]
         elif method == "auto":
             most = len(self._pool) if self._is_rich and self._batches() >= _SHORT else 0
-            first = [plain[0], *(Candidate(self._free, rate) for rate in _FREE_RATES)] if self._free else plain
-            races = [(first, racing_stages(new)) for new in range(most, -1, -1)]
+            free = self._free or Architecture()
+            first = [*dict.fromkeys([plain[0], *(Candidate(free, rate) for rate in _FREE_RATES)])]
+            races = [(first, racing_stages(len(first), new)) for new in range(most, -1, -1)]
             plans = [*races, (plain[:1], (Stage(1.0, 1),))]
         else:
             every = [*plain, *grown]
@@ -513,11 +516,19 @@ class Growth:
         turns = zip_longest(*of_blueprint)
         return [one for turn in turns for one in filter(None, turn)]
 
-    def _free_of(self, pool: Sequence[Architecture]) -> Architecture | None:
-        """The first architecture that fills all slots and costs hardly more than the network alone, if there is one."""
-        alone, slots = self._of_step(Candidate()), len(self._engine.spec.slot_ids)
-        found = (one for one in pool if len(one.slots) == slots and self._of_step(Candidate(one)) <= _FREE * alone)
-        return next(found, None)
+    def _free_of(self, pool: Sequence[Architecture]) -> Architecture:
+        """The first architecture that fills all slots and costs hardly more than the network alone, or that.
+
+        Where all slots give vectors, those of the user alone: built-in ones are worth nothing there
+        (docs/experiments.md).
+        """
+        spec, host, (x, _) = self._engine.spec, self._config.task_spec().host, examples(self._dataset, 2)
+        built = deterministic_build(lambda: host.build(spec.slot_ids, x[:1])) if host else None
+        assert isinstance(built, Host)
+        skipped = NUM_BUILTIN_BLUEPRINTS * all(built.features(at) == (1, at.channels) for at in built.enabled)
+        most, own = _FREE * self._of_step(Candidate()), spec.blueprint_names[skipped:]
+        full = (one for one in pool if len(one.slots) == len(spec.slot_ids) and one.slots[0].blueprint in own)
+        return next((one for one in full if self._of_step(Candidate(one)) <= most), Architecture())
 
     def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""

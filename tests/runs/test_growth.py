@@ -142,9 +142,7 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
     assert growth.end == growth.steps > 30
-    assert grow("auto", flops=200 * flops).stages == racing_stages(
-        3, new=0
-    )  # 1,600 batches are for learning rates alone
+    assert grow("auto", flops=200 * flops).stages == racing_stages(3, new=0)  # 1,600 batches: no race
     rich = grow("auto", flops=260 * flops)
     assert len(rich.entries) == len(RATES)
     assert rich.stages[1].new > 0
@@ -176,7 +174,7 @@ def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow
     ("losses", "continued", "until"),
     [
         pytest.param(
-            (1.0, 1.01, 1.02), [FASTER], 1.0, id="free seeds and three times the rate, harming by less than 2 %"
+            (1.0, 1.01, 1.02), [FASTER], 1.0, id="free seeds at three times the rate that harm by less than 2 %"
         ),
         pytest.param((1.0, 1.01, 1.04), [GROWN], 1.0, id="the rate of the task where it is better by more"),
         pytest.param((1.0, 1.03, 1.06), [ALONE], 1.0, id="the network alone where it is better by more"),

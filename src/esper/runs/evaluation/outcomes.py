@@ -226,16 +226,13 @@ class OutcomeStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._outcomes = folder / OUTCOMES
-        own = {REPORT, OUTCOMES}
-
-        def is_other(file: Path) -> bool:
-            return not (file.name in own or file.stem.startswith(PICTURE) or is_draft(file))
-
         with refusing(ConfigError, f"the folder {folder} cannot be used", f"name another with {option('out')}"):
-            others = sorted(file.name for file in folder.iterdir() if is_other(file)) if folder.exists() else []
+            found = folder.iterdir() if folder.exists() else ()
+            own = (REPORT, OUTCOMES)
+            others = [f.name for f in found if not (f.name in own or f.stem.startswith(PICTURE) or is_draft(f))]
             if others:
                 raise ConfigError(
-                    f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new folder, "
+                    f"{folder} holds other files ({min(others)}), so no outcomes are written there; name a new folder, "
                     f"or one of an earlier comparison, with {option('out')}."
                 )
             self._outcomes.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,13 @@ class Outcome:
     note: str = ""
 
 
+def spent(outcome: Outcome) -> float:
+    """FLOPs of training and measuring a host, in the mean."""
+    cost = outcome.cost
+    assert cost is not None, f"{outcome.name} was not run on networks"
+    return float((cost.training + cost.measuring).sum(axis=0).mean())
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A statistic with its 95 % interval; NaN bounds where a single unit allows none."""
@@ -213,9 +220,10 @@ class ControllerResult:
         points = (self.committed, self.test, self.test_objective)
         return *(f"{value:.2f}" for value in points), f"{self.growth:.2f}x"
 
-    @property
-    def cells(self) -> tuple[str, str]:
-        """The difference, with its interval where there are enough units for one, and how often it is above 0."""
+    def cells(self, reference: str) -> tuple[str, str]:
+        """The difference, with its interval where there are enough units, and how often it is above 0."""
+        if self.name == reference:
+            return "", ""
         low, high = self.difference.low, self.difference.high
         interval = f" [{low:+z.2f}, {high:+z.2f}]" if len(self.units) >= LEAST_UNITS else ""
         return f"{self.difference.mean:+z.2f}{interval}", f"{100.0 * self.improvement.mean:.0f} %"

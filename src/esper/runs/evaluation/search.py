@@ -46,10 +46,9 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import fixed
-from esper.runs.evaluation.equal_compute import spent
 from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import Curves, Plans, best_plans, of_seeds, single_seeds, write_plans
-from esper.runs.evaluation.results import Outcome
+from esper.runs.evaluation.results import Outcome, spent
 from esper.runs.evaluation.tables import plain_table, short
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient

@@ -29,7 +29,7 @@ from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
-from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_stored, stored
+from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_arrays, stored
 from esper.tasks.losses import (
     LEAST,
     MOST,
@@ -247,9 +247,11 @@ class Task:
                 stacklevel=3,
             )
         self.name = _name(name, network)
-        dataset = from_stored(
+        dataset = from_arrays(
             self.name,
-            given,
+            given["train"],
+            given.get("val"),
+            given.get("test"),
             objective=objective,
             inputs=prepare,
             augmentation=augmentation,
@@ -383,15 +385,12 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
     """
     targets = {part: of.y if of.y.is_floating_point() else of.y.long() for part, of in given.items()}
     y = targets["train"]
-    if classes and not y.is_floating_point() and y.shape[1:] == (1,) and len(outputs) == 1:  # one class, with an axis
-        targets = {part: of[:, 0] for part, of in targets.items()}
-        y = targets["train"]
-    if y.is_floating_point() and y.dim() == 1 and outputs == (1,):  # one number, with and without an axis
+    is_number, column = y.is_floating_point(), y.shape[1:] == (1,)
+    if is_number and y.dim() == 1 and outputs == (1,):  # the outputs have an axis more
         targets = {part: of[:, None] for part, of in targets.items()}
-        y = targets["train"]
-    elif y.is_floating_point() and y.shape[1:] == (1,) and outputs == ():
+    elif column and (outputs == () if is_number else classes and len(outputs) == 1):  # an axis less
         targets = {part: of[:, 0] for part, of in targets.items()}
-        y = targets["train"]
+    y = targets["train"]
     if classes and y.shape[1:] == outputs:
         if _one_hot(y):
             targets = {part: of.argmax(dim=-1) if _one_hot(of) else of for part, of in targets.items()}

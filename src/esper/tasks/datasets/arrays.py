@@ -106,9 +106,9 @@ def augmentation_of(given: Augmentation | Callable[[Any], Any] | None, stored: S
 
 def from_arrays(
     name: str,
-    train: Examples,
-    val: Examples | None,
-    test: Examples | None,
+    train: Examples | Stored,
+    val: Examples | Stored | None,
+    test: Examples | Stored | None,
     *,
     objective: Objective,
     inputs: Inputs | None = None,
@@ -124,7 +124,7 @@ def from_arrays(
 
     Args:
         name: its name.
-        train: training examples.
+        train: training examples, as they are given or as `stored` gives them.
         val: validation examples, or None.
         test: test examples, or None.
         objective: decides what targets may be.
@@ -136,29 +136,11 @@ def from_arrays(
     Raises:
         DataError: what is wrong, with the split, the field and the index of the first bad example.
     """
-    given = {"train": train, "val": val, "test": test}
-    return from_stored(
-        name,
-        {part: stored(f"{name}.{part}", examples, inputs) for part, examples in given.items() if examples is not None},
-        objective=objective,
-        inputs=inputs,
-        augmentation=augmentation,
-        class_names=class_names,
-        run_seed=run_seed,
-    )
-
-
-def from_stored(
-    name: str,
-    given: Mapping[str, Stored],
-    *,
-    objective: Objective,
-    inputs: Inputs | None,
-    augmentation: Augmentation | Callable[[Any], Any] | None,
-    class_names: Sequence[str],
-    run_seed: int,
-) -> Dataset:
-    """The same from splits that are stored already, by their names."""
+    given = {
+        part: of if isinstance(of, Stored) else stored(f"{name}.{part}", of, inputs)
+        for part, of in (("train", train), ("val", val), ("test", test))
+        if of is not None
+    }
     splits = {part: Split(of.x, _targets(f"{name}.{part}.y", of.y, objective)) for part, of in given.items()}
     for part, split in splits.items():
         _check_shapes(f"{name}.{part}", split, splits["train"])

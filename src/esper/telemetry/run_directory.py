@@ -50,17 +50,9 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Of all files of a run, also its checkpoints and its record; raised when this version cannot read an older run."""
-CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, COMPARISON, CHECKPOINTS, IMPORTANCE = (
-    "config.toml",
-    "about.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "record",
-    "summary.json",
-    "evaluation_after_training.json",
-    "checkpoints",
-    "importance.json",
-)
+CONFIG, ABOUT, METRICS, EVENTS = "config.toml", "about.json", "metrics.jsonl", "events.jsonl"
+SUMMARY, COMPARISON, IMPORTANCE = "summary.json", "evaluation_after_training.json", "importance.json"
+RECORD, CHECKPOINTS = "record", "checkpoints"
 _RECORD_FILES = (METRICS, EVENTS)
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _JSON_SCALARS = frozenset({str, int, bool, type(None)})

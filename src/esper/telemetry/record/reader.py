@@ -373,11 +373,6 @@ class _RunTables:
             return
         self._faults.setdefault((kind, fault), []).append(part)
 
-    def _rounds_of_parts(self) -> set[int]:
-        """The rounds that have parts."""
-        folder = self.path / RECORD
-        return {number_of(part) for part in folder.iterdir()} - {0} if mode_of(folder) else set()
-
     def _begun_parts(self, kind: str) -> Iterator[Path]:
         """The parts of the round that has begun."""
         if not self._has_folder:
@@ -392,11 +387,11 @@ class _RunTables:
                 self.warnings.append(f"{part} cannot be read ({_first_line(error)}); its rows are left out.")
 
     def _say_faults(self) -> None:
+        folder = self.path / RECORD
+        found = {number_of(part) for part in folder.iterdir()} if self._has_folder and mode_of(folder) else set()
         if not self._has_folder:
-            self.warnings.append(
-                f"{self.path / RECORD} is a link or a file and was not read; restore the original folder."
-            )
-        elif others := self._rounds_of_parts() - self._rounds - {self._newest + 1}:
+            self.warnings.append(f"{folder} is a link or a file and was not read; restore the original folder.")
+        elif others := found - self._rounds - {0, self._newest + 1}:
             self.warnings.append(
                 f"{self.path / METRICS} has no line of round {min(others)}{' and others' * (len(others) > 1)}, so that "
                 "their rows are left out. Restore it from a backup to see them."

@@ -83,9 +83,17 @@ def report(command: Report) -> int:
         found = payloads["importance"][run["run"]]
         found["why"] = unknown.get(Path(run["path"]), found.get("why"))
     warn(record.warnings)
-    _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
+    with refusing(ConfigError, f"{out} cannot be written", "name another file with --out"), replacing(out) as file:
+        file.write(document(payloads, ", ".join(path.absolute().name for path in command.runs)))
+    console = RunConsole()
+    console.say(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
     if command.figures:
-        _write_figures(payloads, out.parent)
+        instead = "leave --figures out: each chart of the page saves its own picture"
+        with importing("figures need matplotlib", "report", instead):
+            from esper.telemetry.report.figures import write_figures
+        with refusing(ConfigError, f"{out.parent} cannot be written", "name another with --out"):
+            written = write_figures(payloads, out.parent)
+        console.say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
     return 0
 
 
@@ -119,21 +127,6 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
             bar.update(task, completed=done, total=total, description=f"reading: {name}")
 
         yield on_section
-
-
-def _write(path: Path, page: str) -> None:
-    with refusing(ConfigError, f"{path} cannot be written", "name another file with --out"), replacing(path) as file:
-        file.write(page)
-    RunConsole().say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
-
-
-def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
-    instead = "leave --figures out: each chart of the page saves its own picture"
-    with importing("figures need matplotlib", "report", instead):
-        from esper.telemetry.report.figures import write_figures
-    with refusing(ConfigError, f"{folder} cannot be written", "name another with --out"):
-        written = write_figures(payloads, folder)
-    RunConsole().say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
 
 
 SHOWN = 50

@@ -195,19 +195,13 @@ def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
 
 def _means_of_known(values: np.ndarray) -> list[float]:
     """`mean_of_known` of each row of `values` [T, N]."""
-    known = np.isfinite(values)
-    count = known.sum(axis=1)
-    total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
-    means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
+    means: list[float] = np.ma.masked_invalid(values).mean(axis=1, dtype=np.float64).filled(np.nan).tolist()
     return means
 
 
 def _deviations_of_known(values: np.ndarray) -> list[float]:
     """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
-    known, means = np.isfinite(values), np.array(_means_of_known(values))
-    count = known.sum(axis=1)
-    squares = np.square(np.where(known, values - means[:, None], 0.0)).sum(axis=1)
-    deviations: list[float] = np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan).tolist()
+    deviations: list[float] = np.ma.masked_invalid(values).std(axis=1, ddof=1).filled(np.nan).tolist()
     return deviations
 
 

@@ -512,8 +512,7 @@ class _Session:
         self._num_envs, self._store = num_envs, store
         self._progress, self._console = progress, console
         self._places = [_Place(group) for group in groups]
-        self._controllers = dict[tuple[int, str], Controller]()
-        self._found = dict[tuple[int, str], Outcome]()
+        self._found = dict[tuple[int, str], tuple[Controller, Outcome]]()
         self._structures = dict[Architecture, list[Outcome]]()
         self._available: int | None = None
         self.reused, self.jobs = 0, 0
@@ -557,9 +556,8 @@ class _Session:
         number = 1 if name in DERIVED else int(budget // cost)
         self._progress.more((number - 1) * len(self._places))
         for repetition in range(1, number):
-            yield [
-                self._outcome(place, self._controllers[place.group.seed, name], repetition) for place in self._places
-            ]
+            of = [(place, self._found[place.group.seed, name][0]) for place in self._places]
+            yield [self._outcome(place, controller, repetition) for place, controller in of]
 
     def race(self, name: str, plans: Plans, budget: float, *, all_plans: bool) -> list[Entry]:
         """The entries of a race that fit the budget, the most expensive one last; only that one without `all_plans`.
@@ -635,10 +633,9 @@ class _Session:
     def _once(self, place: _Place, controller: Controller) -> Outcome:
         """The first run of a controller."""
         at = place.group.seed, controller.name
-        self._controllers[at] = controller
         if at not in self._found:
-            self._found[at] = self._outcome(place, controller)
-        return self._found[at]
+            self._found[at] = controller, self._outcome(place, controller)
+        return self._found[at][1]
 
     def _outcome(
         self,

@@ -140,11 +140,9 @@ def evaluate(command: Evaluate) -> int:
 def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
     """Draws the comparison at equal compute into files, if there is one; raises ConfigError if that is impossible."""
     budget = command.flops_per_host
-    if budget is None:
-        return lambda report, path: None
-    if not 0.0 < budget < math.inf:
+    if budget is not None and not 0.0 < budget < math.inf:
         raise ConfigError(f"--flops-per-host is {budget:g}; give the FLOPs that a host may spend, e.g. 1e9.")
-    if command.out is None:
+    if budget is None or command.out is None:
         return lambda report, path: None
     with importing("the picture at equal compute needs matplotlib", "report", "leave --out out"):
         from esper.telemetry.report.figures import write_equal_compute

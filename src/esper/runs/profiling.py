@@ -9,7 +9,7 @@ It is a listener, which a run calls at the end of each step, and reads no tensor
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -80,7 +80,7 @@ class Profiler:
         self._file, self._first, self._last, self._console = file, first, last, console
         self._is_cuda = device.type == "cuda"
         self._profile: Any = None
-        self._range: Any = None
+        self._range = ExitStack()  # of the present step
         self._done = False
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -98,17 +98,11 @@ class Profiler:
             return
         if t == self._first - 1:
             self._profile.start_trace()
-        self._end_range()
+        self._range.close()
         if self._first - 1 <= t < self._last:
-            self._range = record_function(f"step {t + 1}")
-            self._range.__enter__()
+            self._range.enter_context(record_function(f"step {t + 1}"))
         if t == self._last:
             self._finish()
-
-    def _end_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
 
     def _finish(self) -> None:
         self._done, found = True, self._profile
@@ -152,7 +146,7 @@ class Profiler:
 
     def end(self) -> None:
         """Stop what still runs."""
-        self._end_range()
+        self._range.close()
         if self._profile is not None:
             self._profile.stop_trace()
             self._profile = None

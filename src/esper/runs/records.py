@@ -71,8 +71,7 @@ class Records:
         self._directory, self._listeners, self._spec = directory, listeners, spec
         self._clock = clock
         self._began = clock()
-        self._held: list[StepReport] = []
-        self._times: list[float] = []
+        self._held: list[tuple[StepReport, float]] = []  # with the seconds since the round began
         self._so_far = RoundSoFar(weights)
 
     def begin(self) -> None:
@@ -81,13 +80,11 @@ class Records:
 
     def step(self, report: StepReport) -> None:
         """Record a step, at the latest with the next `flush`."""
-        if self._held and self._held[0].episode != report.episode:
+        if self._held and self._held[0][0].episode != report.episode:
             self.flush()
         self._round.append(report)
-        now = self._clock()
-        self._held.append(report)
-        self._times.append(now - self._began)
-        waited = self._times[-1] - self._times[0]
+        self._held.append((report, self._clock() - self._began))
+        waited = self._held[-1][1] - self._held[0][1]
         if len(self._held) == MOST_STEPS or waited >= LONGEST or self._listeners.is_prompt:
             self.flush()
 
@@ -95,8 +92,7 @@ class Records:
         """Write the steps that wait."""
         if not self._held:
             return
-        held, self._held = self._held, []
-        times, self._times = self._times, []
+        (held, times), self._held = zip(*self._held, strict=True), []
         found = list(events.step_events(held, self._spec))
         self._directory.write_events(found)
         events_of = {t: list(group) for t, group in groupby(found, key=itemgetter("t"))}

@@ -211,13 +211,11 @@ class Stories:
             )
         one_class = torch.zeros(n, dtype=torch.int64)
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
-        test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
+        encode, storage = self.tokenizer.encode, np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
+        parts = (encode(stories[i] for i in part.tolist()) for part in by_split)
+        test, val, train = (padded_windows(part, self.context, self.tokenizer.end, storage) for part in parts)
         more = {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
         return _dataset(STORIES, path, content, (train, val, test), self, self.tokenizer, more)
-
-    def _split(self, stories: Iterable[bytes]) -> Split:
-        storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
-        return padded_windows(self.tokenizer.encode(stories), self.context, self.tokenizer.end, storage)
 
 
 def windows(tokens: np.ndarray, context: int) -> Split:

@@ -170,7 +170,7 @@ def evaluation(record: Record) -> list[Payload]:
         task = row["task"] or runs[row["run"]]["task"]
         tasks.setdefault(task, {}).setdefault(row["run"], {}).setdefault(row["file"], []).append(row)
     own = {row["task"] for row in runs.values()}
-    sections = []
+    kinds, sections = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}, []
     for task in sorted(tasks, key=lambda task: (task not in own, task)):
         rows, sources = [], []
         for run, files in tasks[task].items():
@@ -179,18 +179,12 @@ def evaluation(record: Record) -> list[Payload]:
             found = documents[run].get(file, [])
             document = next((one for one in found if len(found) == 1 or one.get("task") == task), {})
             sources.append({"run": run, "file": file, "older": older, "verdict": document.get("verdict")})
-            rows += _with_kind(files[file], document)
+            differences = {one["name"]: one.get("difference") for one in document.get("controllers", ())}
+            for row in files[file]:
+                name = row["controller"]
+                rows.append(row | {"kind": kinds.get(name, "other"), "difference": differences.get(name)})
         sections.append({"task": task, "rows": rows, "sources": sources})
     return sections
-
-
-def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
-    kinds = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}
-    differences = {found["name"]: found.get("difference") for found in document.get("controllers", ())}
-    return [
-        row | {"kind": kinds.get(row["controller"], "other"), "difference": differences.get(row["controller"])}
-        for row in rows
-    ]
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")

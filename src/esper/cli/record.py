@@ -165,12 +165,8 @@ def query(command: Query) -> int:
         paths.append(last)
     if not paths:
         if last and " " not in last:
-            inside = len(list(Path(last).glob(f"*/{CONFIG}")))
-            way = (
-                f"it holds runs, which {shlex.quote(last)}/* names"
-                if inside
-                else "name one, and say what is asked of it"
-            )
+            way, of_runs = "name one, and say what is asked of it", f"it holds runs, which {shlex.quote(last)}/* names"
+            way = of_runs if any(Path(last).glob(f"*/{CONFIG}")) else way
             raise ConfigError(f"{last} is not a run; {way}.")
         raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
     _in_a_thread(lambda: _answer([Path(path) for path in paths], sql, command), command.timeout)

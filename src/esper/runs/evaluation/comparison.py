@@ -401,7 +401,7 @@ def _at_equal_compute(
     budget: float,
 ) -> EqualCompute:
     """Every controller, run as often as fits, beside the races."""
-    weights, by_run = session.config.reward, session.groups[0].run is not None
+    weights, by_run = session.config.reward, TRAINED in alone
     entries = {name: list(found) for name, found in of_races.items()}
     for name, first in alone.items():
         if name not in RACES:
@@ -508,10 +508,10 @@ class _Session:
         progress: PassProgress,
         console: RunConsole,
     ) -> None:
-        self.groups, self.config = groups, replace(groups[0].config, compile="off")
         self._num_envs, self._store = num_envs, store
         self._progress, self._console = progress, console
         self._places = [_Place(group) for group in groups]
+        self.config = self._places[0].config
         self._found = dict[tuple[int, str], tuple[Controller, Outcome]]()
         self._structures = dict[Architecture, list[Outcome]]()
         self._available: int | None = None

@@ -38,8 +38,6 @@ from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
 from esper.tasks.instances import InstanceDistribution, Instances
 from esper.telemetry.record.writer import sha256_of
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport, stats_of_all
 
@@ -122,13 +120,16 @@ def run_controller(
     stats = engine.rollout(client)
     assert stats is not None
     (test_acc,) = host_read(engine.test())
-    charged = stats
-    if controller.host is not None:
+    if controller.host is not None:  # what a wider host has more is charged like parameters and FLOPs of seeds
         host = engine_of(config, dataset, device, engine_config=config.engine(run_seed=run_seed, num_envs=1)).executor
-        charged = _charged(stats, engine, host)
+        wide, narrow = host_read(engine.executor.costs.host_flops, host.costs.host_flops)
+        params = np.full_like(stats.host_params, host.host_params)
+        fossil_params = stats.fossil_params + stats.host_params - params
+        compute = stats.compute * np.float32(wide / max(narrow, 1))
+        stats = replace(stats, host_params=params, fossil_params=fossil_params, compute=compute)
     own_hosts = Outcome(
         name=controller.name,
-        stats=charged,
+        stats=stats,
         test_acc=test_acc,
         val=np.stack(val_TN),
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
@@ -155,18 +156,6 @@ def joined_outcomes(parts: Sequence[Outcome | None]) -> Outcome:
         )
         if costs
         else None,
-    )
-
-
-def _charged(stats: RolloutStats, wider: VectorizedEngine, host: Executor) -> RolloutStats:
-    """Results of a wider host, whose additional parameters and FLOPs are charged like those of seeds."""
-    wide, narrow = host_read(wider.executor.costs.host_flops, host.costs.host_flops)
-    params = np.full_like(stats.host_params, host.host_params)
-    return replace(
-        stats,
-        host_params=params,
-        fossil_params=stats.fossil_params + stats.host_params - params,
-        compute=stats.compute * np.float32(wide / max(narrow, 1)),
     )
 
 

@@ -19,17 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import (
-    EXIT_ERROR,
-    EXIT_STOPPED,
-    FilePath,
-    Flag,
-    Number,
-    Plugins,
-    Real,
-    joined,
-    placeholder,
-)
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, Real, joined, placeholder
 from esper.leyline.errors import ConfigError, EsperError, QueryError, importing, refusing
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn

@@ -83,10 +83,7 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # type: ignore[misc]
 
     def __init__(
-        self,
-        build: Callable[[int], VectorizedEngine],
-        reward: Callable[[EngineSpec], RewardProtocol[Any]],
-        seed: int,
+        self, build: Callable[[int], VectorizedEngine], reward: Callable[[EngineSpec], RewardProtocol[Any]], seed: int
     ) -> None:
         self._build, self._script = build, _Outside()
         self._use(build(seed))

@@ -395,10 +395,7 @@ def point(entry: Entry, weights: RewardConfig) -> dict[str, float]:
 
 
 def _at_equal_compute(
-    session: "_Session",
-    alone: Mapping[str, Sequence[Outcome]],
-    of_races: Mapping[str, Sequence[Entry]],
-    budget: float,
+    session: "_Session", alone: Mapping[str, Sequence[Outcome]], of_races: Mapping[str, Sequence[Entry]], budget: float
 ) -> EqualCompute:
     """Every controller, run as often as fits, beside the races."""
     weights, by_run = session.config.reward, TRAINED in alone

@@ -83,9 +83,7 @@ class Curves:
         return self.worth[:, rows], self.training.cumsum(axis=1)[:, rows] + looks_R1 * self.measuring[:, None]
 
 
-def race(
-    worth: Float[np.ndarray, "*B C R N"],
-) -> tuple[Int[np.ndarray, "*B N"], Int[np.ndarray, "*B C N"]]:
+def race(worth: Float[np.ndarray, "*B C R N"]) -> tuple[Int[np.ndarray, "*B N"], Int[np.ndarray, "*B C N"]]:
     """The candidate that is kept on each host, and the rung at which each candidate stops: R - 1 is the end.
 
     Of m candidates that are left at a rung, max(m // 2, 1) go on. Of equally good ones the first go on.
@@ -327,13 +325,7 @@ class Entry:
 
 
 def best_of(
-    name: str,
-    noun: str,
-    passes: Iterable[Sequence[Outcome]],
-    weights: RewardConfig,
-    budget: float,
-    *,
-    every_step: bool,
+    name: str, noun: str, passes: Iterable[Sequence[Outcome]], weights: RewardConfig, budget: float, *, every_step: bool
 ) -> Iterator[Entry]:
     """Races of the first pass, of the first two, and so on within the budget; a pass has one outcome per group.
 

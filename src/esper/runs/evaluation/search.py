@@ -597,12 +597,7 @@ def tune(config: RunConfig, *, budget: int, num_envs: int, progress: PassProgres
     last = [tried.policy for tried in best[:_LAST]]
     (winner, *_) = run("confirmation", last, max((passes - hosts.passes) // len(last), 1))
     return Found(
-        config=hosts.config,
-        spec=hosts.spec,
-        budget=budget,
-        env_steps=hosts.env_steps,
-        stages=stages,
-        heuristic=winner,
+        config=hosts.config, spec=hosts.spec, budget=budget, env_steps=hosts.env_steps, stages=stages, heuristic=winner
     )
 
 

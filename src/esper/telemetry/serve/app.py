@@ -309,12 +309,7 @@ def _explained(request: Request, error: Exception) -> Response:
 
 
 def server_of(
-    runs: Runs,
-    *,
-    names: Collection[str] = LOCAL,
-    token: str | None = None,
-    root: str = "",
-    frames: bool = False,
+    runs: Runs, *, names: Collection[str] = LOCAL, token: str | None = None, root: str = "", frames: bool = False
 ) -> uvicorn.Server:
     """A server that answers for these runs (`application`), on a free port where `run` gets no socket."""
     app = application(runs, names=names, token=token, root=root, frames=frames, ends=lambda: server.should_exit)

@@ -311,7 +311,6 @@ class _Given:
     dataset: Dataset
 
     def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
-        """The data, whatever folder and seed."""
         return self.dataset
 
 

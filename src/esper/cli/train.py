@@ -163,7 +163,6 @@ def _profiled(command: Train, config: "RunConfig", console: RunConsole, group: "
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:
-    """Train one policy over several tasks."""
     from esper.leyline import ranks as sharing
     from esper.runs.assembly.presets import resolve
     from esper.runs.training.mixture import train_mixture

@@ -94,7 +94,6 @@ def _write_runnable(
             return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
 
         def attempt(file: Path, form: Callable[[Plain], bytes]) -> Tried:
-            """Write this file."""
             if file.suffix == ".py":
                 imports = file.stem == "imported"
                 text, notes = written(network.plain, network.description, network.inputs, imports=imports)

@@ -133,7 +133,6 @@ class Code:
         return f"{self.expression(model)}()"
 
     def _given(self, value: partial[Any]) -> list[str]:
-        """The arguments of a partial."""
         named = [f"{name}={self.expression(argument)}" for name, argument in value.keywords.items()]
         return [*map(self.expression, value.args), *named]
 

@@ -194,7 +194,6 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return obs, dict(zip(infos, arrays, strict=True)), cost
 
     def _kept(self) -> Info:
-        """What the episode leaves."""
         kept = self._engine.kept_network()
         found = {"kept_points": kept.accuracy, "kept_params": kept.host_params + kept.fossil_params}
         if isinstance(self._reward, EpisodeReward):

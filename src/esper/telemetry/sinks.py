@@ -130,12 +130,10 @@ class _Receiver:
         return True
 
     def give_up(self, why: str) -> None:
-        """Pass on nothing more."""
         self.sink = None
         warn([f"{self.name} {why}. It receives nothing more; the run goes on."])
 
     def close(self, sink: Sink) -> None:
-        """Close a sink of this receiver."""
         if isinstance(sink, ClosingSink):
             self.attempts(sink.close)
 

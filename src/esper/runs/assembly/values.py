@@ -64,6 +64,12 @@ def nested(values: Mapping[str, Any]) -> Values:
     return tree
 
 
+def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is not equal in two dictionaries, by name in alphabetical order; None where one has no such name."""
+    names = sorted(one.keys() | two.keys())
+    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
     """`base` updated with `over`, recursively."""
     merged = dict(base)

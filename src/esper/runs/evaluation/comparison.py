@@ -516,7 +516,6 @@ class _Session:
 
     @property
     def data(self) -> str:
-        """The data set in words."""
         dataset = self._places[0].dataset
         return data_label(dataset.identity) if dataset else "none"
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from esper.leyline.errors import ConfigError, option
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
-from esper.runs.assembly.values import flat, plain
+from esper.runs.assembly.values import differences, flat, plain
 from esper.runs.evaluation.results import (
     LEAST_UNITS,
     REFERENCE,
@@ -209,9 +209,8 @@ intervals over {units}."""
 
 def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
     """The settings, by dotted name, in which runs of one condition may not differ and these do."""
-    one, two = flat(plain(first)), flat(plain(other))
-    names = (name for name in sorted(one.keys() | two.keys()) if name.partition(".")[0] not in _FREE)
-    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
+    found = differences(flat(plain(first)), flat(plain(other)))
+    return {name: values for name, values in found.items() if name.partition(".")[0] not in _FREE}
 
 
 def differ_in_learning(configs: Sequence[RunConfig]) -> bool:

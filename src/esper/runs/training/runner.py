@@ -305,7 +305,7 @@ class Runner:
         self._saved_at = (self.rounds_done, inside)
 
     def _write(self, inside: int, *, best: bool = False) -> None:
-        """Write a checkpoint of the hosts of all ranks; `inside` as in `_now`."""
+        """Write a checkpoint of the hosts of all ranks; `inside` as in `_state`."""
         cursor = self.directory.cursor()  # also syncs the parts of this rank
         self.ranks.group.gathered(None)  # all have done so
         state = self._state(inside)

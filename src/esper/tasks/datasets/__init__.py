@@ -24,6 +24,8 @@ LastBatch = Literal["merge", "drop", "keep"]
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
 Tokens = npt.NDArray[np.int32]
+Inputs = Callable[[Tensor], Tensor]
+"""How stored examples [..., *stored] become inputs [..., *input] of a host, on the device: e.g. `Pixels`."""
 FEW = 50
 """Validation examples below which one of them changes the figure of merit by more than 2 %."""
 _COMPARED = 65_536
@@ -87,14 +89,6 @@ def _some(values: Tensor) -> bytes:
     count = max(1, _COMPARED * len(values) // max(values.numel(), 1))
     some = values.detach()[:: max(1, len(values) // count)].flatten().contiguous()
     return hashlib.sha1(some.view(torch.uint8).numpy().data, usedforsecurity=False).digest()
-
-
-@runtime_checkable
-class Inputs(Protocol):
-    """How stored examples become inputs of a host, on the device: e.g. `Pixels`."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Inputs [..., *input] of stored examples [..., *stored]."""
 
 
 def applied(function: Callable[[Any], Any], x: Any, name: str = "inputs") -> Any:  # noqa: ANN401 -- what users take

@@ -74,7 +74,7 @@ class StructuredInputs:
     given: Structure | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Inputs`."""
+        """Inputs as a network takes them, packed."""
         found = self.function(x if self.stored is None else self.stored.unpack(x))
         packed: Tensor = found if self.given is None else self.given.pack(found)
         return packed

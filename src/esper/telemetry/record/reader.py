@@ -265,12 +265,10 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _names(found: duckdb.DuckDBPyConnection) -> list[str]:
-    """The names of the columns of a result."""
     return _unique([column[0] for column in found.description or ()])
 
 
 def _named(found: duckdb.DuckDBPyConnection, rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Rows of a result by column."""
     names = _names(found)
     return [dict(zip(names, row, strict=True)) for row in rows]
 
@@ -374,7 +372,6 @@ class _RunTables:
         self._faults.setdefault((kind, fault), []).append(part)
 
     def _begun_parts(self, kind: str) -> Iterator[Path]:
-        """The parts of the round that has begun."""
         if not self._has_folder:
             return
         for part in parts_of_round(self.path / RECORD, kind, self._newest + 1):
@@ -425,7 +422,6 @@ class _RunTables:
         self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.{name} AS {select}")
 
     def _step_views(self, columns: Sequence[str]) -> None:
-        """steps, decisions and rewards."""
         parts = f"FROM {self.schema}.part_steps"
         flags = (name for name in columns if name.startswith(FLAG))
         self._view("steps", f"SELECT {', '.join(map(identifier, (*STEPS.types, *flags)))} {parts}")

@@ -278,11 +278,9 @@ class OutcomeStore:
             "episode": stats.episode,
             "cost": vars(stats.cost),
         }
-        arrays: dict[str, Any] = {
-            f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)
-        }
-        arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
-        arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
+        parts = {"stats": vars(stats), "instance": stats.instance, "cost": vars(outcome.cost) if outcome.cost else {}}
+        named = ((f"{part}.{name}", x) for part, values in parts.items() for name, x in values.items())
+        arrays: dict[str, Any] = {name: x for name, x in named if isinstance(x, np.ndarray)}
         way = f"name another folder with {option('out')}"
         with refusing(ConfigError, f"{path} cannot be written", way), replacing(path) as file:
             np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, val=outcome.val, **arrays)

@@ -134,10 +134,11 @@ class RoundSoFar:
         objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(OP_NAMES)), len(OP_NAMES) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
-        means = (_means_of_known(values) for values in (objective, committed, live))
+        known = [np.ma.masked_invalid(values) for values in (objective, committed, live)]
+        means = [of.mean(axis=1, dtype=np.float64).filled(np.nan).tolist() for of in known]
+        deviations = known[0].std(axis=1, ddof=1).filled(np.nan).tolist()  # NaN for fewer than two
         rows = zip(
-            reports, seconds, *means, _deviations_of_known(objective), ops.tolist(),
-            _histograms(stage, len(SeedStage) + 1).tolist(),
+            reports, seconds, *means, deviations, ops.tolist(), _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
         fields: list[dict[str, object]] = []
@@ -191,18 +192,6 @@ def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
     rows = values.reshape(len(values), -1)
     shifted = rows + kinds * np.arange(len(rows))[:, None]
     return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
-
-
-def _means_of_known(values: np.ndarray) -> list[float]:
-    """`mean_of_known` of each row of `values` [T, N]."""
-    means: list[float] = np.ma.masked_invalid(values).mean(axis=1, dtype=np.float64).filled(np.nan).tolist()
-    return means
-
-
-def _deviations_of_known(values: np.ndarray) -> list[float]:
-    """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
-    deviations: list[float] = np.ma.masked_invalid(values).std(axis=1, ddof=1).filled(np.nan).tolist()
-    return deviations
 
 
 def mean_of_known(values: np.ndarray) -> float:

@@ -323,7 +323,8 @@ def compare(
         if flops is not None:
             session.require_plain_run(flops)
         alone: dict[str, Sequence[Outcome]] = {**session.alone(own)}
-        budget = flops or (spent_by(alone) if races else 0.0)
+        times, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
+        budget = flops or (times * float(np.mean([spent(one) for one in alone[of]])) if races else 0.0)
         of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
         alone |= {name: entries[-1].outcomes for name, entries in of_races.items() if entries}
         equal = None if flops is None else _at_equal_compute(session, alone, of_races, flops)
@@ -375,12 +376,6 @@ def _label(name: str, entries: Sequence[Entry], budget: float) -> str:
     if entries:
         return f"{name}: {entries[-1].label}."
     return f"{name}: a single training spends more than {short(budget)} FLOPs per host, so it is left out."
-
-
-def spent_by(alone: Mapping[str, Sequence[Outcome]]) -> float:
-    """The budget of a race: what a host of the trained controller spends, or some trainings of the plain host."""
-    factor, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
-    return factor * float(np.mean([spent(outcome) for outcome in alone[of]]))
 
 
 POINT = ("flops", "objective", "test_objective", "test")

@@ -344,6 +344,8 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
     if complete:  # what two add together beyond what each adds alone
         for p, q in combinations(players, 2):
             parts[p, q] = values[alone[p] | alone[q]] - values[alone[p]] - values[alone[q]] + values[none]
+    subsets = (frozenset(p for i, p in enumerate(players) if bits >> i & 1) for bits in range(2 ** len(players)))
+    shapley = shapley_values([values[subset] for subset in subsets]) if complete else []
     return {
         "base": known[base],
         "base_members": sorted(base),
@@ -351,13 +353,8 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         "parts": [{"members": list(members), "value": value} for members, value in parts.items()],
         "rest": known[full] - known[base] - sum(parts.values()),
         "method": "subsets" if complete else "leave one out",
-        "shapley": _shapley(values, players) if complete else None,
+        "shapley": dict(zip(players, shapley, strict=True)) if complete else None,
     }
-
-
-def _shapley(values: Mapping[Coalition, float], players: list[str]) -> dict[str, float]:
-    subsets = (frozenset(p for i, p in enumerate(players) if bits >> i & 1) for bits in range(2 ** len(players)))
-    return dict(zip(players, shapley_values([values[subset] for subset in subsets]), strict=True))
 
 
 # Behaviour and learning -----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from esper.runs.events import stacked
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.telemetry.machine import environment, version
 from esper.telemetry.record.schema import FLAG, TERM
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
@@ -36,12 +35,6 @@ LONGEST = 0.25
 _RELEVANT = np.array(RELEVANCE)
 _LIVE = np.isin(np.arange(max(SeedStage) + 1), tuple(HAS_MODULE))
 _STAGES = [SeedStage(v).name if v in set(SeedStage) else "" for v in range(max(SeedStage) + 1)]
-
-
-def about_run(spec: EngineSpec, terms: Sequence[str]) -> dict[str, object]:
-    """Versions, machine and names, for about.json; `terms` are the names of the reward terms."""
-    names = {"slots": list(spec.slot_ids), "blueprints": list(spec.blueprint_names), "terms": list(terms)}
-    return {"version": version(), "environment": environment(spec.device), **names}
 
 
 @final

@@ -30,10 +30,7 @@ from esper.tolaria.runtime import choose_device, keep_freed_memory, usable_cores
 def device_of(config: RunConfig) -> torch.device:
     """The device of the run. Also sets the threads and the allocator; raises ConfigError if the device is missing."""
     keep_freed_memory()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    else:
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cores()))
     return choose_device(config.device)
 
 

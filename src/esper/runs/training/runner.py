@@ -30,7 +30,7 @@ from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
-from esper.runs.records import Records, about_run
+from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
@@ -46,7 +46,7 @@ from esper.runs.training.checkpoint import (
 from esper.runs.training.signals import stop_signals
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.machine import memory_bytes, version
+from esper.telemetry.machine import environment, memory_bytes, version
 from esper.telemetry.progress import RunConsole, RunProgress, size, warn
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
@@ -373,7 +373,9 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     config = with_sizes_of_policy(config)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
-        about = about_run(parts.engine.spec, parts.client.terms) | asked
+        spec = parts.engine.spec
+        about = {"version": version(), "environment": environment(spec.device), "slots": spec.slot_ids}
+        about |= {"blueprints": spec.blueprint_names, "terms": tuple(parts.client.terms), **asked}
         with _directory(path, lambda: RunDirectory.create(path, plain(parts.config), about)) as directory:
             return _run(parts, directory, console, asked=config.executor)
     return None

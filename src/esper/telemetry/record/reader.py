@@ -68,14 +68,9 @@ class Record(Closing):
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
     def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
-        self._database = duckdb.connect(":memory:")
-        for setting in (
-            f"memory_limit = '{MEMORY}'",
-            "temp_directory = ''",
-            f"threads = {min(os.cpu_count() or 1, 8)}",
-            "parquet_metadata_cache = true",  # parts never change
-        ):
-            self._database.execute(f"SET {setting}")
+        limits = {"memory_limit": MEMORY, "temp_directory": "", "threads": str(min(os.cpu_count() or 1, 8))}
+        self._database = duckdb.connect(":memory:", config={**limits})
+        self._database.execute("SET parquet_metadata_cache = true")  # parts never change
         names = names or _unique_names(paths)
         self._runs = {
             name: _RunTables(path, f"run_{i}", self._database)
@@ -624,14 +619,9 @@ class Lines:
 
     def warnings(self) -> list[str]:
         """What has been left out."""
-        found = []
-        if not self._is_file:
-            found.append(f"{self._path} is not a regular file and was not read; restore the original.")
-        if self._damaged:
-            found.append(
-                f"{self._path} has {self._damaged} damaged lines, which were left out; restore it from a backup."
-            )
-        return found
+        lost = f"has {self._damaged} damaged lines, which were left out; restore it from a backup."
+        link = "is not a regular file and was not read; restore the original."
+        return [f"{self._path} {what}" for what, so in ((link, not self._is_file), (lost, self._damaged)) if so]
 
 
 def sum_before(file: BufferedReader, end: int) -> int:

@@ -364,6 +364,6 @@ def evaluate(
             seeds=() if seed is None else (seed,),
             num_envs=num_envs,
             flops=flops_per_host,
-            out=None if out is None else Path(out),
+            out=None if out is None else expanded(out),
             console=console(progress),
         )

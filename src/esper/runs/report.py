@@ -68,6 +68,7 @@ def round_line(
     it was resumed in between.
     """
     shapley, objective = shapley_of(stats), objective_of(stats, weights)
+    counted = ("germinated", "fossilized", "contributing", "pruned", "refused")
     return {
         "round": stats.episode + 1,
         "objective_mean": float(objective.mean()),
@@ -76,11 +77,7 @@ def round_line(
         "growth_ratio_mean": float(stats.growth.mean()),
         "live_accuracy_mean": mean_of_known(stats.val_acc),
         "shaped_return": float(stats.returns.mean()),
-        "germinated_mean": float(stats.germinated.mean()),
-        "fossilized_mean": float(stats.fossilized.mean()),
-        "contributing_mean": float(stats.contributing.mean()),
-        "pruned_mean": float(stats.pruned.mean()),
-        "refused_mean": float(stats.refused.mean()),
+        **{f"{name}_mean": float(getattr(stats, name).mean()) for name in counted},
         "rollbacks": int(stats.rollbacks.sum()),
         "ops": ops_by_name(stats.ops),
         "slots": slots_by_stage(stats.stage),
@@ -216,13 +213,8 @@ def summary(
     objective = objective_of(last, config.reward)
     loss = float(last.committed_loss.mean(dtype=np.float64))
     return {
-        "task": config.task,
-        "preset": config.preset,
+        **{name: getattr(config, name) for name in ("task", "preset", "seed", "rounds", "num_envs", "episode_length")},
         "reward": config.reward_name,
-        "seed": config.seed,
-        "rounds": config.rounds,
-        "num_envs": config.num_envs,
-        "episode_length": config.episode_length,
         "env_steps": config.rounds * config.num_envs * config.episode_length,
         "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
         "rollout_seconds": total.seconds,

@@ -238,19 +238,10 @@ CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "si
 
 def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
     """Properties that a checkpoint and the run that loads it must share; `identity` is that of the data set."""
-    shape = {
-        "task": config.task,
-        "data": without_paths(identity),
-        "seed": config.seed,
-        "slots": config.slots,
-        "num_envs": config.num_envs,
-        "episode_length": config.episode_length,
-        "reward": config.reward_name,
-        "blueprints": spec.blueprint_names,
-        "feature_width": config.ppo.feature_width,
-        "hidden_width": config.ppo.hidden_width,
-        "num_layers": config.ppo.num_layers,
-    }
+    own = {name: getattr(config, name) for name in ("task", "seed", "slots", "num_envs", "episode_length")}
+    policy = {name: getattr(config.ppo, name) for name in ("feature_width", "hidden_width", "num_layers")}
+    others = {"data": without_paths(identity), "reward": config.reward_name, "blueprints": spec.blueprint_names}
+    shape = own | others | policy
     plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
     return plain
 

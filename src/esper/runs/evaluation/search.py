@@ -170,12 +170,8 @@ class Found:
             json.dump(plain_json(self.report()), file, indent=2)
 
     def _size(self) -> dict[str, Any]:
-        return {
-            "budget": self.budget,
-            "env_steps": self.env_steps,
-            "episode_length": self.config.episode_length,
-            "seed": self.config.seed,
-        }
+        of_hosts = {"episode_length": self.config.episode_length, "seed": self.config.seed}
+        return {"budget": self.budget, "env_steps": self.env_steps, **of_hosts}
 
     def report(self) -> dict[str, Any]:
         """All candidates with J as JSON values."""

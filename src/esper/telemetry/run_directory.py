@@ -144,9 +144,18 @@ class RunDirectory(Closing):
         """Open an existing directory; `rewind` must follow. Changes no file.
 
         Raises:
-            RunDirectoryError: another process writes to it, or its record files are links or devices.
+            RunDirectoryError: another process writes to it, or a record file or the checkpoint folder is a link, a
+                device or the like.
         """
-        require_own_files(path)
+        folders = (CHECKPOINTS, RECORD)
+        kinds = {name: stat.S_ISREG for name in _RECORD_FILES} | dict.fromkeys(folders, stat.S_ISDIR)
+        for name, is_own in kinds.items():
+            mode = mode_of(path / name)
+            if mode and not is_own(mode):
+                raise RunDirectoryError(
+                    f"{path / name} is not a {'folder' if name in folders else 'regular file'} and cannot be resumed "
+                    "safely; restore the original, or start a new run."
+                )
         with _writing(path):
             return cls(path, [name for name in _RECORD_FILES if (path / name).exists()])
 
@@ -351,19 +360,6 @@ def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
         for name, length in cursor.items()
         if lengths[name] < length
     ]
-
-
-def require_own_files(path: Path) -> None:
-    """Raise RunDirectoryError if a record file or the checkpoint folder is a link, a device or the like."""
-    folders = (CHECKPOINTS, RECORD)
-    kinds = {name: stat.S_ISREG for name in _RECORD_FILES} | dict.fromkeys(folders, stat.S_ISDIR)
-    for name, is_own in kinds.items():
-        mode = mode_of(path / name)
-        if mode and not is_own(mode):
-            raise RunDirectoryError(
-                f"{path / name} is not a {'folder' if name in folders else 'regular file'} and cannot be resumed "
-                "safely; restore the original, or start a new run."
-            )
 
 
 def require_nothing_to_lose(path: Path) -> None:

@@ -281,7 +281,9 @@ class Runner:
         digest = state_digest(with_prefix("policy", self.client.state_dict()) | renamed)
         device, about = self.engine.spec.device, None
         if self.best is not None and self.dataset is not None:
-            self.best = best_host.with_test(self.config, self.dataset, device, self.best)
+            if self.best.test is None:
+                alone = best_host.engine_of_host(self.config, self.dataset, device, self.best)
+                self.best = replace(self.best, test=float(host_read(alone.test())[0][0]))
             self._save_best()
             about = self.best.about | {"perplexity": perplexity(self.config.task_spec().objective, self.best.loss)}
         result = report.summary(self.config, device, self.last, test_acc, self.total, digest) | {

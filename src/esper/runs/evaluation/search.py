@@ -23,7 +23,7 @@ Shape legend: N = hosts, C = candidates, H = hosts of each candidate, K = schedu
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -297,11 +297,12 @@ class TrainingHosts:
         """Each policy on all hosts of the same episodes, H = N x episodes; best first."""
         values = self.each([partial(self.follow, p, e) for p in policies for e in episodes])
         rows = [np.concatenate(values[i : i + len(episodes)]) for i in range(0, len(values), len(episodes))]
-        return best_first([Tried(policy=p, values=row) for p, row in zip(policies, rows, strict=True)])
+        return best_first(policies, rows)
 
 
-def best_first(tried: Sequence[Tried[P]]) -> list[Tried[P]]:
-    """By mean J."""
+def best_first(policies: Sequence[P], rows: Iterable[np.ndarray]) -> list[Tried[P]]:
+    """The policies with J of their hosts [H], by mean J."""
+    tried = [Tried(policy=policy, values=row) for policy, row in zip(policies, rows, strict=True)]
     return sorted(tried, key=lambda one: -one.objective)
 
 
@@ -445,8 +446,7 @@ def ranked(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> list[Tri
     """
     if passes >= len(plans):
         return hosts.tried(plans, hosts.new_episodes(passes // len(plans)))
-    values = _side_by_side(hosts, plans, passes)
-    return best_first([Tried(policy=plan, values=row) for plan, row in zip(plans, values, strict=True)])
+    return best_first(plans, _side_by_side(hosts, plans, passes))
 
 
 def _side_by_side(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> np.ndarray:

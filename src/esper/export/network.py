@@ -512,7 +512,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
 
 
 def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
-    """What model.json says of the tokenizer, and the content of its file; nothing of one of the user's."""
+    """What model.json says of the tokenizer of a text, and the content of its file."""
     match dataset.tokenizer:
         case ByteTokenizer(identity=name):
             return name, None

@@ -13,7 +13,7 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions, 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
@@ -21,8 +21,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option, refusing
@@ -36,33 +34,9 @@ from esper.runs.evaluation.controllers import Controller
 from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
-from esper.tasks.instances import InstanceDistribution, Instances
 from esper.telemetry.record.writer import sha256_of
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport, stats_of_all
-
-
-@final
-@dataclass(frozen=True)
-class Again:
-    """The instances of another run, whatever the key of the draws is: an `InstanceDistribution`.
-
-    So a host can be trained again on its own data with other weights and another order of its examples.
-    """
-
-    of: InstanceDistribution
-    run_seed: int
-
-    def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> Mapping[str, Tensor]:
-        """Those of the other run."""
-        del run_seed
-        return self.of.properties(self.run_seed, hosts, episode)
-
-    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
-        """Those of the other run."""
-        del run_seed
-        return self.of.draw(self.run_seed, hosts, episode, dataset)
-
 
 SEED_OFFSET = 1_000_000
 """Added to the training seed, so that evaluation hosts differ from all training hosts."""
@@ -97,7 +71,7 @@ def run_controller(
     if controller.host is not None:
         task = replace(task, host=controller.host)
     if repetition and task.instances is not None:
-        task = replace(task, instances=Again(task.instances, run_seed))
+        task = replace(task, instances=replace(task.instances, run_seed=run_seed))
     meter: CostMeter | None = None
     val_TN = list[np.ndarray]()
 

@@ -85,11 +85,9 @@ class Profiler:
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take a record; those of kind "step" arrive when the step is over."""
-        if kind == "step" and not self._done:
-            self._after(fields["t"])
-
-    def _after(self, t: int) -> None:
-        if t == self._first - 2:
+        if kind != "step" or self._done:
+            return
+        if (t := fields["t"]) == self._first - 2:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its library prints lines of its own
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda]
             self._profile = profile(activities=activities, acc_events=True)

@@ -307,30 +307,15 @@ class Runner:
         self._saved_at = (self.rounds_done, inside)
 
     def _write(self, inside: int, *, best: bool = False) -> None:
-        """Write a checkpoint of the hosts of all ranks; `inside` as in `_state`."""
+        """Write a checkpoint; `inside` is the number of steps of an unfinished episode, else 0.
+
+        Hosts, those of all ranks, are part of it only inside an episode and at the end of the run.
+        """
         cursor = self.directory.cursor()  # also syncs the parts of this rank
         self.ranks.group.gathered(None)  # all have done so
-        state = self._state(inside)
-        if self.ranks.group.is_first:
-            save(self.directory.checkpoints, self._header(inside, cursor), state, best=best)
-
-    def _save_best(self) -> None:
-        """Save the best host, unless the file has it."""
-        if self.best is not None and self.best is not self._best_saved and self.ranks.group.is_first:
-            best_host.save(self.directory.checkpoints, self.best)
-            self._best_saved = self.best
-
-    def _state(self, inside: int) -> StateTree:
-        """The state now, on the first rank; `inside` is the number of steps of an unfinished episode, else 0.
-
-        Hosts are part of it only inside an episode and at the end of the run.
-        """
         state: StateTree = with_prefix("policy", self.client.state_dict())
-        if not (inside or self._all_done):
-            return state
-        return of_all(state | with_prefix("engine", self.engine.state_dict()), self.ranks)
-
-    def _header(self, inside: int, cursor: dict[str, int]) -> Header:
+        if inside or self._all_done:
+            state = of_all(state | with_prefix("engine", self.engine.state_dict()), self.ranks)
         begun = Cost()
         if inside:
             begun = replace(
@@ -340,7 +325,7 @@ class Runner:
                 reads=self.begun.reads + reads_so_far() - self._reads_before,
                 seconds=self.begun.seconds + time.monotonic() - self._began,
             )
-        return Header(
+        header = Header(
             rounds_done=self.rounds_done,
             step=inside,
             cursor=cursor,
@@ -350,6 +335,14 @@ class Runner:
             config=plain(self.config),
             trend=self.trend,
         )
+        if self.ranks.group.is_first:
+            save(self.directory.checkpoints, header, state, best=best)
+
+    def _save_best(self) -> None:
+        """Save the best host, unless the file has it."""
+        if self.best is not None and self.best is not self._best_saved and self.ranks.group.is_first:
+            best_host.save(self.directory.checkpoints, self.best)
+            self._best_saved = self.best
 
 
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:

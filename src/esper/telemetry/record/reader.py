@@ -76,7 +76,9 @@ class Record(Closing):
             name: _RunTables(path, f"run_{i}", self._database)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
-        self._add_views()
+        for table in TABLES:  # one view over all runs, with the column `run` first
+            selects = (f"SELECT {quoted(n)} AS run, * FROM {run.schema}.{table.name}" for n, run in self._runs.items())
+            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
         self._lock(follows)
         self._searched = False
 
@@ -161,8 +163,11 @@ class Record(Closing):
     @contextmanager
     def _asked(self, sql: str, params: Sequence[object]) -> Iterator[duckdb.DuckDBPyConnection]:
         """The result of one SELECT. Later rows may be computed, and fail, only while they are fetched."""
-        if ANOMALIES.name in sql.lower():
-            self._find_anomalies()
+        if ANOMALIES.name in sql.lower() and not self._searched:  # once: it takes longer than opening the record
+            self._searched = True
+            for name, run in self._runs.items():
+                with damage_said([run.path]):
+                    run.replace(ANOMALIES, list(find(self.query, name)))
         try:
             statements = duckdb.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -185,25 +190,8 @@ class Record(Closing):
                 raise QueryError(f"the record cannot be read ({_first_line(error)}); restore a backup.") from error
             raise QueryError(f"{_explained(error)} {self._known()}") from error
 
-    def _find_anomalies(self) -> None:
-        """Fill the table, once: the search takes longer than opening the record."""
-        if self._searched:
-            return
-        self._searched = True
-        for name, run in self._runs.items():
-            with damage_said([run.path]):
-                run.replace(ANOMALIES, list(find(self.query, name)))
-
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
-
-    def _add_views(self) -> None:
-        """One view per table over all runs, with the column `run` first."""
-        for table in TABLES:
-            selects = (
-                f"SELECT {quoted(name)} AS run, * FROM {run.schema}.{table.name}" for name, run in self._runs.items()
-            )
-            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
     def _lock(self, follows: bool) -> None:
         """From here on the database reads the parts and nothing else, and these settings cannot be changed.

@@ -342,7 +342,10 @@ def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
     if best is other:
         return f"No baseline is better than {REFERENCE} on {size}."
     first = _against(best, f"the best baseline, {best.name}," if has_run else best.name, other, size)
-    first += _caution(size, has_run)
+    if has_run and size.groups == 1:
+        first += f" One run says nothing about other training seeds; a claim needs {CLAIM} runs."
+    elif has_run and size.groups < CLAIM:
+        first += f" {size.groups} runs are {'a quick look' if size.groups >= QUICK else 'few'}; a claim needs {CLAIM}."
     if not has_run or best in growing or not growing:
         return first
     next_best = growing[0]
@@ -372,12 +375,3 @@ def _against(row: ControllerResult, subject: str, reference: ControllerResult, s
         f" To detect a difference of {MEANINGFUL:g}, {counted(row.needed, one)} would be needed."
     )  # fmt: skip
     return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
-
-
-def _caution(size: Size, has_run: bool) -> str:
-    """What may not be concluded."""
-    if not has_run or size.groups >= CLAIM:
-        return ""
-    if size.groups == 1:
-        return f" One run says nothing about other training seeds; a claim needs {CLAIM} runs."
-    return f" {size.groups} runs are {'a quick look' if size.groups >= QUICK else 'few'}; a claim needs {CLAIM}."

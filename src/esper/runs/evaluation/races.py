@@ -138,11 +138,13 @@ def raced(
     arrays: dict[str, Any] = {
         of: kept([getattr(one, of) for one in stats]) for of, x in own.items() if isinstance(x, np.ndarray)
     }
+    # also of what a race would have stopped: this is what was run here
+    ran = {f.name: sum(getattr(one.cost, f.name) for one in stats) for f in fields(RolloutCost)}
     training = (curves.training * ran_CTN).sum(axis=0)
     arrays["compute"] = stats[0].compute * training.sum(axis=0) / costs[0].training.sum(axis=0)
     return Outcome(
         name=name,
-        stats=replace(stats[0], **arrays, cost=_together([one.cost for one in stats])),
+        stats=replace(stats[0], **arrays, cost=RolloutCost(**ran)),
         test_acc=kept([outcome.test_acc for outcome in outcomes]),
         val=np.stack([outcome.val for outcome in outcomes])[chosen_N, :, hosts].T,
         grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
@@ -152,11 +154,6 @@ def raced(
             measuring=(measuring_CTN * ran_CTN).sum(axis=0),
         ),
     )
-
-
-def _together(costs: Sequence[RolloutCost]) -> RolloutCost:
-    """The sum, also of what a race would have stopped: this is what was run here."""
-    return RolloutCost(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(RolloutCost)})
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import tyro
 from torch import Tensor
 
 import esper.gym
-from esper.gym.spaces import action_mask, legal_actions, observation_of
+from esper.gym.environment import action_mask, legal_actions, observation_of
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.runs.assembly.assemble import device_of, engine_of
 from esper.runs.assembly.presets import resolve

@@ -267,7 +267,7 @@ OUTSIDE = [
        "isinstance(value, int | origin) and not isinstance(value, bool)", "isinstance(value, int | origin)",
        "tests/api", "argument"),
     _m("cli: an option with = takes the next argument too",
-       '0.0 if kind is bool or "=" in argument', "0.0 if kind is bool",
+       "0.0 if kind is bool or given", "0.0 if kind is bool",
        "tests/cli tests/test_cli.py tests/test_pasted_commands.py", "names_may"),
 ]
 # fmt: on

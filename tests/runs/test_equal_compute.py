@@ -15,10 +15,9 @@ from esper.leyline.architecture import Architecture
 from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.evaluation.controllers import baseline, fixed
-from esper.runs.evaluation.equal_compute import best_of, spent
 from esper.runs.evaluation.outcomes import run_controller
-from esper.runs.evaluation.races import RacePlan, raced, write_plans
-from esper.runs.evaluation.results import Outcome
+from esper.runs.evaluation.races import RacePlan, best_of, raced, write_plans
+from esper.runs.evaluation.results import Outcome, spent
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.instances import MixedImages
 from esper.tasks.registry import register_task

@@ -4,7 +4,7 @@ A verb imports what it runs, as a command of the command line does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -50,11 +50,8 @@ def in_process(task: TaskSpec | None) -> Iterator[None]:
     """`task` has its name inside; at the end PyTorch has as many threads as before."""
     threads = torch.get_num_threads()
     try:
-        if task is None:
+        with nullcontext() if task is None else registered(task):
             yield
-        else:
-            with registered(task):
-                yield
     finally:
         torch.set_num_threads(threads)
 
@@ -367,6 +364,6 @@ def evaluate(
             seeds=() if seed is None else (seed,),
             num_envs=num_envs,
             flops=flops_per_host,
-            out=None if out is None else Path(out),
+            out=None if out is None else expanded(out),
             console=console(progress),
         )

@@ -5,9 +5,8 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, final
 
 import numpy as np
@@ -28,8 +27,8 @@ from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
-from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_stored, stored
+from esper.tasks.datasets import Augmentation, Inputs, LastBatch, applied, inputs_of
+from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_arrays, stored
 from esper.tasks.losses import (
     LEAST,
     MOST,
@@ -247,9 +246,11 @@ class Task:
                 stacklevel=3,
             )
         self.name = _name(name, network)
-        dataset = from_stored(
+        dataset = from_arrays(
             self.name,
-            given,
+            given["train"],
+            given.get("val"),
+            given.get("test"),
             objective=objective,
             inputs=prepare,
             augmentation=augmentation,
@@ -262,13 +263,19 @@ class Task:
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         if metric is not None:
-            _check_unit(self.name, per_example("metric", metric, found, given["train"].y[: len(found)].clone()))
+            points = per_example("metric", metric, found, given["train"].y[: len(found)].clone())
+            if bool(((points >= 0) & (points <= 1)).all() and points.any()):
+                warnings.warn(
+                    f"the metric of {self.name} gives {points.min():.2g} to {points.max():.2g} for the examples of a "
+                    "new network, but points are expected, of which 100 is perfect; multiply by 100, or give bools.",
+                    stacklevel=3,
+                )
         self.spec = TaskSpec(
             name=self.name,
             description=f"{len(dataset.train):,} examples of the user's.",
             family=host.family,
             host=host,
-            load=_Given(dataset),
+            load=lambda data_dir, run_seed: dataset,
             enabled=enabled,
             proposed=slots is None,
             objective=objective,
@@ -299,18 +306,6 @@ def register_task(task: Task | TaskSpec) -> Task | TaskSpec:
     """Give a task its name for commands and `esper.train`; raises RegistryError if the name is taken."""
     registry.register_task(task.spec if isinstance(task, Task) else task)
     return task
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """A loader for data that are there."""
-
-    dataset: Dataset
-
-    def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
-        """The data, whatever folder and seed."""
-        return self.dataset
 
 
 def _stored(examples: Mapping[str, Examples | None], inputs: Inputs | None, batch: int) -> dict[str, Stored]:
@@ -354,16 +349,6 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
     return prepare, structure, sample
 
 
-def _check_unit(name: str, points: Tensor) -> None:
-    """Warn of a metric whose points [n] of a new network are all in 0..1."""
-    if bool(((points >= 0) & (points <= 1)).all() and points.any()):
-        warnings.warn(
-            f"the metric of {name} gives {points.min():.2g} to {points.max():.2g} for the examples of a "
-            "new network, but points are expected, of which 100 is perfect; multiply by 100, or give bools.",
-            stacklevel=4,
-        )
-
-
 def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
     """Raise DataError if a second call with the same draws changes stored examples x [B, ...] in another way."""
     if augmentation is not None:
@@ -383,15 +368,12 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
     """
     targets = {part: of.y if of.y.is_floating_point() else of.y.long() for part, of in given.items()}
     y = targets["train"]
-    if classes and not y.is_floating_point() and y.shape[1:] == (1,) and len(outputs) == 1:  # one class, with an axis
-        targets = {part: of[:, 0] for part, of in targets.items()}
-        y = targets["train"]
-    if y.is_floating_point() and y.dim() == 1 and outputs == (1,):  # one number, with and without an axis
+    is_number, column = y.is_floating_point(), y.shape[1:] == (1,)
+    if is_number and y.dim() == 1 and outputs == (1,):  # the outputs have an axis more
         targets = {part: of[:, None] for part, of in targets.items()}
-        y = targets["train"]
-    elif y.is_floating_point() and y.shape[1:] == (1,) and outputs == ():
+    elif column and (outputs == () if is_number else classes and len(outputs) == 1):  # an axis less
         targets = {part: of[:, 0] for part, of in targets.items()}
-        y = targets["train"]
+    y = targets["train"]
     if classes and y.shape[1:] == outputs:
         if _one_hot(y):
             targets = {part: of.argmax(dim=-1) if _one_hot(of) else of for part, of in targets.items()}

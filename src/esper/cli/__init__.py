@@ -157,7 +157,6 @@ class _Output(io.FileIO):
     refused: OSError | None = None
 
     def write(self, data: Any, /) -> int:  # noqa: ANN401 -- a buffer
-        """Write; raises BrokenPipeError."""
         try:
             return super().write(data)
         except BrokenPipeError:

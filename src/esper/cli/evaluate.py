@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,11 +139,9 @@ def evaluate(command: Evaluate) -> int:
 def _draws(command: Evaluate) -> Callable[[Mapping[str, Any], Path], None]:
     """Draws the comparison at equal compute into files, if there is one; raises ConfigError if that is impossible."""
     budget = command.flops_per_host
-    if budget is None:
-        return lambda report, path: None
-    if not 0.0 < budget < math.inf:
+    if budget is not None and not 0.0 < budget < math.inf:
         raise ConfigError(f"--flops-per-host is {budget:g}; give the FLOPs that a host may spend, e.g. 1e9.")
-    if command.out is None:
+    if budget is None or command.out is None:
         return lambda report, path: None
     with importing("the picture at equal compute needs matplotlib", "report", "leave --out out"):
         from esper.telemetry.report.figures import write_equal_compute
@@ -248,22 +245,16 @@ def _search(command: Search, config: "RunConfig", group: "Group") -> int:
         f"{config.episode_length} steps, seed {config.seed}"
     )
     require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=hosts, episodes=passes)
-    with _made(folder, group), PassProgress(console, passes) as progress:
-        found = find(progress=progress)
-        if group.is_first:
-            found.write(folder)
-    if group.is_first:
-        found.show(folder, console)
-    return 0
-
-
-@contextmanager
-def _made(folder: Path, group: "Group") -> Iterator[None]:
-    """Create the folder before the search begins; remove it if nothing was written."""
     with refusing(ConfigError, f"the folder {folder} cannot be made", "name another with --out"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        with PassProgress(console, passes) as progress:
+            found = find(progress=progress)
+        if group.is_first:
+            found.write(folder)
     finally:
         if group.is_first and not any(folder.iterdir()):
             folder.rmdir()
+    if group.is_first:
+        found.show(folder, console)
+    return 0

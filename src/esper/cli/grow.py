@@ -3,17 +3,13 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Real, Text, Whole, joined, overrides, placeholder
 from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole
-
-if TYPE_CHECKING:
-    from esper.export.network import Format
-
 
 PICTURE = "growth.png"
 
@@ -85,13 +81,8 @@ def grow(command: Grow) -> int:
         command.task,
         Run(Path(command.method), allowed=allowed, trust=command.trust) if is_run else command.method,
         budget=Budget(minutes=command.minutes, flops=command.flops, params=command.max_params),
-        keep=command.keep,
-        beside=command.beside,
-        best_of=command.best_of,
-        steps=command.steps,
-        seed=command.seed,
-        device=command.device,
         unfinished=_unfinished(command) if command.method in METHODS else None,
+        **{name: getattr(command, name) for name in ("keep", "beside", "best_of", "steps", "seed", "device")},
         **settings,
     )
     console = RunConsole()
@@ -118,15 +109,6 @@ def _unfinished(command: Grow) -> Path | None:
     return file
 
 
-Choice = Literal["torch", "pt2", "onnx", "all"]
-_FORMATS: dict[Choice, "tuple[Format, ...]"] = {
-    "torch": (),
-    "pt2": ("pt2",),
-    "onnx": ("onnx",),
-    "all": ("pt2", "onnx"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """Write a grown network as files that need no esper.
@@ -141,7 +123,7 @@ class Export:
     """A run directory, whose best host of all rounds is taken, or a folder made by this command."""
     out: Annotated[Path, placeholder("DIR")]
     """Folder to write."""
-    format: Annotated[Choice, placeholder("NAME")] = "torch"
+    format: Annotated[Literal["torch", "pt2", "onnx", "all"], placeholder("NAME")] = "torch"
     """Also write model.pt2 (torch.export), model.onnx, or all of them. (torch)"""
     last: Flag = False
     """Take the best host of the newest checkpoint: of the last round, or of the one in which the run was stopped."""
@@ -176,6 +158,8 @@ def export(command: Export) -> int:
         run = Run(command.source, trust=command.trust)
         found = grown_of(run, host=command.host, live=command.live, last=command.last, **overrides(command))
     assert not isinstance(found, Run)
-    saved = found.save(command.out, formats=_FORMATS[command.format], overwrite=command.overwrite)
+    formats: dict[str, tuple[str, ...]] = {"torch": (), "all": ("pt2", "onnx")}
+    of = formats.get(command.format, (command.format,))
+    saved = found.save(command.out, formats=of, overwrite=command.overwrite)
     RunConsole().say(f"{saved}\n{found.network.summary}")
     return 0

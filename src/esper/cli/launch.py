@@ -29,10 +29,6 @@ def in_ranks(ranks: int, *more: str) -> int:
             f"torchrun has started {os.environ['WORLD_SIZE']} processes already, so --ranks {ranks} would start more "
             "in each; leave one of them out."
         )
-    arguments = [word for word in given_arguments if not word.startswith("--ranks=")]
-    if "--ranks" in arguments:
-        at = arguments.index("--ranks")
-        del arguments[at : at + 2]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a step may take long, and a checkpoint follows
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
@@ -47,7 +43,8 @@ def in_ranks(ranks: int, *more: str) -> int:
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "esper", *arguments, *more)
+        # the last one of several values holds
+        elastic_launch(config, sys.executable)("-m", "esper", *given_arguments, "--ranks", "1", *more)
     except SignalException:
         return EXIT_STOPPED
     except ChildFailedError as error:

@@ -19,17 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import (
-    EXIT_ERROR,
-    EXIT_STOPPED,
-    FilePath,
-    Flag,
-    Number,
-    Plugins,
-    Real,
-    joined,
-    placeholder,
-)
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, FilePath, Flag, Number, Plugins, Real, joined, placeholder
 from esper.leyline.errors import ConfigError, EsperError, QueryError, importing, refusing
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
@@ -83,9 +73,17 @@ def report(command: Report) -> int:
         found = payloads["importance"][run["run"]]
         found["why"] = unknown.get(Path(run["path"]), found.get("why"))
     warn(record.warnings)
-    _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
+    with refusing(ConfigError, f"{out} cannot be written", "name another file with --out"), replacing(out) as file:
+        file.write(document(payloads, ", ".join(path.absolute().name for path in command.runs)))
+    console = RunConsole()
+    console.say(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
     if command.figures:
-        _write_figures(payloads, out.parent)
+        instead = "leave --figures out: each chart of the page saves its own picture"
+        with importing("figures need matplotlib", "report", instead):
+            from esper.telemetry.report.figures import write_figures
+        with refusing(ConfigError, f"{out.parent} cannot be written", "name another with --out"):
+            written = write_figures(payloads, out.parent)
+        console.say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
     return 0
 
 
@@ -119,21 +117,6 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
             bar.update(task, completed=done, total=total, description=f"reading: {name}")
 
         yield on_section
-
-
-def _write(path: Path, page: str) -> None:
-    with refusing(ConfigError, f"{path} cannot be written", "name another file with --out"), replacing(path) as file:
-        file.write(page)
-    RunConsole().say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
-
-
-def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
-    instead = "leave --figures out: each chart of the page saves its own picture"
-    with importing("figures need matplotlib", "report", instead):
-        from esper.telemetry.report.figures import write_figures
-    with refusing(ConfigError, f"{folder} cannot be written", "name another with --out"):
-        written = write_figures(payloads, folder)
-    RunConsole().say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
 
 
 SHOWN = 50
@@ -172,12 +155,8 @@ def query(command: Query) -> int:
         paths.append(last)
     if not paths:
         if last and " " not in last:
-            inside = len(list(Path(last).glob(f"*/{CONFIG}")))
-            way = (
-                f"it holds runs, which {shlex.quote(last)}/* names"
-                if inside
-                else "name one, and say what is asked of it"
-            )
+            way, of_runs = "name one, and say what is asked of it", f"it holds runs, which {shlex.quote(last)}/* names"
+            way = of_runs if any(Path(last).glob(f"*/{CONFIG}")) else way
             raise ConfigError(f"{last} is not a run; {way}.")
         raise ConfigError('name a run directory and a SELECT, e.g. esper query RUN "select * from rounds".')
     _in_a_thread(lambda: _answer([Path(path) for path in paths], sql, command), command.timeout)

@@ -149,11 +149,9 @@ def _in_ranks(command: Train, ranks: int) -> int:
 
 def _profiled(command: Train, config: "RunConfig", console: RunConsole, group: "Group") -> AbstractContextManager[None]:
     """Traces some steps of what is trained inside, if a folder for the trace was given."""
-    if command.profile is None:
-        if command.profile_steps is not None:
-            raise ConfigError("--profile-steps was given without --profile; name the folder of the trace.")
-        return nullcontext()
-    if not group.is_first:
+    if command.profile is None and command.profile_steps is not None:
+        raise ConfigError("--profile-steps was given without --profile; name the folder of the trace.")
+    if command.profile is None or not group.is_first:
         return nullcontext()
     from esper.runs.assembly.assemble import device_of
     from esper.runs.profiling import profiled, steps_of
@@ -163,7 +161,6 @@ def _profiled(command: Train, config: "RunConfig", console: RunConsole, group: "
 
 
 def _train_mixture(command: Train, console: RunConsole) -> int:
-    """Train one policy over several tasks."""
     from esper.leyline import ranks as sharing
     from esper.runs.assembly.presets import resolve
     from esper.runs.training.mixture import train_mixture

@@ -94,7 +94,6 @@ def _write_runnable(
             return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
 
         def attempt(file: Path, form: Callable[[Plain], bytes]) -> Tried:
-            """Write this file."""
             if file.suffix == ".py":
                 imports = file.stem == "imported"
                 text, notes = written(network.plain, network.description, network.inputs, imports=imports)
@@ -320,7 +319,11 @@ class GrownNetwork:
             args, kwargs = plain_.host.arguments(x)
             return plain_.module(*args, **kwargs)
 
-        tokenizer, content = _tokenizer(dataset)
+        tokenizer, content = None, None
+        if isinstance(dataset.tokenizer, TokenizerFile):
+            tokenizer, content = TOKENIZER, dataset.tokenizer.content()
+        elif isinstance(dataset.tokenizer, ByteTokenizer):
+            tokenizer = dataset.tokenizer.identity
         description = Description(
             task=task.name,
             data={name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()},
@@ -510,16 +513,6 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
     with refusing(ExportError, f"{folder / TOKENIZER} cannot be read", "export the network again"):
         tokenizer = read_bytes(folder / TOKENIZER) if description.tokenizer == TOKENIZER else None
     return GrownNetwork(plain=found, description=description, inputs=inputs, tokenizer=tokenizer)
-
-
-def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
-    """What model.json says of the tokenizer, and the content of its file; nothing of one of the user's."""
-    match dataset.tokenizer:
-        case ByteTokenizer(identity=name):
-            return name, None
-        case TokenizerFile() as file:
-            return TOKENIZER, file.content()
-    return None, None
 
 
 def _kind(tensor: Tensor | None) -> str:

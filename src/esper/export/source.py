@@ -81,7 +81,11 @@ class Code:
         self._known[wanted] = value
         own = getattr(value, "__name__", None)
         if isinstance(value, ModuleType):
-            self._import_module(value, wanted)
+            path = value.__name__
+            if not (self._imports or is_installed_module(value)) or path.partition(".")[0] == "esper":
+                raise UnwritableError(f"its code uses the module {path!r}")
+            package, _, last = path.rpartition(".")
+            self._import(path, package, last, wanted)
         elif source := self._home(value):
             self._import(source, source, own, wanted)
         elif is_literal(value):
@@ -133,7 +137,6 @@ class Code:
         return f"{self.expression(model)}()"
 
     def _given(self, value: partial[Any]) -> list[str]:
-        """The arguments of a partial."""
         named = [f"{name}={self.expression(argument)}" for name, argument in value.keywords.items()]
         return [*map(self.expression, value.args), *named]
 
@@ -149,12 +152,6 @@ class Code:
             if module is not None and found and (self._imports or is_installed_module(module)):
                 return source
         return None
-
-    def _import_module(self, module: ModuleType, name: str) -> None:
-        if not (self._imports or is_installed_module(module)) or module.__name__.partition(".")[0] == "esper":
-            raise UnwritableError(f"its code uses the module {module.__name__!r}")
-        place, _, own = module.__name__.rpartition(".")
-        self._import(module.__name__, place, own, name)
 
     def _import(self, module: str, place: str, own: str | None, name: str) -> None:
         self._lines.append((place, f"{own}" + f" as {name}" * (own != name)))

@@ -6,25 +6,35 @@
     step     reset, observe                              AutoresetMode.NEXT_STEP: these actions are ignored
 
 So the reward of a step is complete when `step` returns it: also where the host is rolled back next, and at the end.
+
+    observation  [31 S + 25 + B S]  features of `tamiyo.features`, then which blueprint each slot holds, as one-hots
+    action       [8]                the heads of `leyline.lifecycle.HEADS`, in their order
+
+Shape legend: N = hosts, S = slots, B = blueprints, D = width of an observation, V = values of all heads, concatenated.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium.error import ClosedEnvironmentError, InvalidAction, ResetNeeded
+from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.gym.spaces import action_mask, action_space, legal_actions, observation_of, observation_space
+from esper.kasmina.rules.conditions import resolve_target_slot
 from esper.leyline.errors import ConfigError
-from esper.leyline.lifecycle import HEAD_NAMES
-from esper.leyline.messages import EngineSpec, EpisodeReward, Observation, RewardProtocol
+from esper.leyline.lifecycle import CANONICAL_ACTION, HEAD_NAMES, Head, LifecycleOp
+from esper.leyline.messages import EngineSpec, EpisodeReward, HostState, Observation, RewardProtocol, SlotState
 from esper.leyline.random import MAX_EPISODES
 from esper.simic.client import ScriptedClient
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, features_of
+from esper.tamiyo.heads import available_masks, choices_given_op, layout_of, relevance, tables_of
 from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, Stateless
 from esper.tolaria.engine import OpenStep, VectorizedEngine
 from esper.tolaria.phases import waits
@@ -73,10 +83,7 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # type: ignore[misc]
 
     def __init__(
-        self,
-        build: Callable[[int], VectorizedEngine],
-        reward: Callable[[EngineSpec], RewardProtocol[Any]],
-        seed: int,
+        self, build: Callable[[int], VectorizedEngine], reward: Callable[[EngineSpec], RewardProtocol[Any]], seed: int
     ) -> None:
         self._build, self._script = build, _Outside()
         self._use(build(seed))
@@ -187,7 +194,6 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return obs, dict(zip(infos, arrays, strict=True)), cost
 
     def _kept(self) -> Info:
-        """What the episode leaves."""
         kept = self._engine.kept_network()
         found = {"kept_points": kept.accuracy, "kept_params": kept.host_params + kept.fossil_params}
         if isinstance(self._reward, EpisodeReward):
@@ -238,3 +244,67 @@ class GrowingHosts(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 def _with_masks(info: Info) -> Info:
     """Each entry with the mask of the hosts that have it, which are all."""
     return info | {f"_{name}": np.ones(len(values), dtype=np.bool_) for name, values in info.items()}
+
+
+# -- spaces and masks -------------------------------------------------------------------------------------------------
+
+
+def observation_space(spec: EngineSpec) -> Box:
+    """Of one host: the range of each feature, float32 [D]."""
+    columns = (*HOST_FEATURES, *SLOT_FEATURES * spec.num_slots)
+    kinds = spec.num_slots * spec.num_blueprints
+    low, high = [column.low for column in columns] + kinds * [0.0], [column.high for column in columns] + kinds * [1.0]
+    return Box(np.array(low, dtype=np.float32), np.array(high, dtype=np.float32), dtype=np.float32)
+
+
+def action_space(spec: EngineSpec) -> MultiDiscrete:
+    """Of one host: the number of values of each of the eight heads."""
+    return MultiDiscrete(np.array(spec.head_sizes))
+
+
+def observation_of(
+    slots: SlotState, hosts: HostState, t: int, episode_length: int, num_blueprints: int
+) -> Float[Tensor, "N D"]:
+    """What a learner sees of each host."""
+    features, blueprint = features_of(slots, hosts, t, episode_length)
+    held = F.one_hot(blueprint + 1, num_blueprints + 1)[..., 1:]  # -1 is an empty slot
+    return torch.cat((features, held.flatten(1)), dim=1)
+
+
+def action_mask(
+    legal: Bool[Tensor, "N 6 S"], has_gate: Bool[Tensor, "N S"], selectable: Bool[Tensor, " B"]
+) -> Bool[Tensor, "N V"]:
+    """The values of each head that some legal action has, heads side by side; at least one of each head.
+
+    A head that no legal operation reads has its canonical value alone.
+    """
+    tables = tables_of(legal, selectable)
+    mask = available_masks(choices_given_op(legal, selectable), legal, has_gate, tables)
+    layout = layout_of(tables.sizes, legal.device)
+    empty = (layout.member @ mask) == 0.0
+    canonical = (layout.first + _canonical(legal.device)[:, None]).flatten()
+    mask.index_add_(0, canonical, empty.to(mask.dtype))
+    return mask.t() > 0.0
+
+
+def legal_actions(
+    actions: Int[Tensor, "N 8"],
+    legal: Bool[Tensor, "N 6 S"],
+    has_gate: Bool[Tensor, "N S"],
+    selectable: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "N 8"], Bool[Tensor, " N"]]:
+    """The actions that are executed, and where one was illegal, which is WAIT then.
+
+    Heads that the operation does not read get their canonical value.
+    """
+    op, canonical = actions[:, Head.OP], _canonical(actions.device)
+    _, allowed = resolve_target_slot(actions, legal, has_gate)
+    allowed = allowed & (selectable[actions[:, Head.BLUEPRINT]] | (op != LifecycleOp.GERMINATE))
+    taken = torch.where(relevance(op) & allowed[:, None], actions, canonical)
+    taken[:, Head.OP] = op * allowed  # WAIT is 0
+    return taken, ~allowed
+
+
+@lru_cache(maxsize=8)
+def _canonical(device: torch.device) -> Int[Tensor, " 8"]:
+    return torch.tensor(CANONICAL_ACTION, device=device)

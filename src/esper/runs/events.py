@@ -174,7 +174,6 @@ def round_events(
 
 
 def _results(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
-    """The results of each host."""
     floats = {
         "objective": objective_of(stats, weights),
         "committed_accuracy": stats.committed_acc,

@@ -9,7 +9,7 @@ It is a listener, which a run calls at the end of each step, and reads no tensor
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -80,16 +80,14 @@ class Profiler:
         self._file, self._first, self._last, self._console = file, first, last, console
         self._is_cuda = device.type == "cuda"
         self._profile: Any = None
-        self._range: Any = None
+        self._range = ExitStack()  # of the present step
         self._done = False
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take a record; those of kind "step" arrive when the step is over."""
-        if kind == "step" and not self._done:
-            self._after(fields["t"])
-
-    def _after(self, t: int) -> None:
-        if t == self._first - 2:
+        if kind != "step" or self._done:
+            return
+        if (t := fields["t"]) == self._first - 2:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its library prints lines of its own
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda]
             self._profile = profile(activities=activities, acc_events=True)
@@ -98,17 +96,11 @@ class Profiler:
             return
         if t == self._first - 1:
             self._profile.start_trace()
-        self._end_range()
+        self._range.close()
         if self._first - 1 <= t < self._last:
-            self._range = record_function(f"step {t + 1}")
-            self._range.__enter__()
+            self._range.enter_context(record_function(f"step {t + 1}"))
         if t == self._last:
             self._finish()
-
-    def _end_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
 
     def _finish(self) -> None:
         self._done, found = True, self._profile
@@ -152,7 +144,7 @@ class Profiler:
 
     def end(self) -> None:
         """Stop what still runs."""
-        self._end_range()
+        self._range.close()
         if self._profile is not None:
             self._profile.stop_trace()
             self._profile = None

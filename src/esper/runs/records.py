@@ -22,7 +22,6 @@ from esper.runs.events import stacked
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.telemetry.machine import environment, version
 from esper.telemetry.record.schema import FLAG, TERM
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
@@ -36,12 +35,6 @@ LONGEST = 0.25
 _RELEVANT = np.array(RELEVANCE)
 _LIVE = np.isin(np.arange(max(SeedStage) + 1), tuple(HAS_MODULE))
 _STAGES = [SeedStage(v).name if v in set(SeedStage) else "" for v in range(max(SeedStage) + 1)]
-
-
-def about_run(spec: EngineSpec, terms: Sequence[str]) -> dict[str, object]:
-    """Versions, machine and names, for about.json; `terms` are the names of the reward terms."""
-    names = {"slots": list(spec.slot_ids), "blueprints": list(spec.blueprint_names), "terms": list(terms)}
-    return {"version": version(), "environment": environment(spec.device), **names}
 
 
 @final
@@ -71,8 +64,7 @@ class Records:
         self._directory, self._listeners, self._spec = directory, listeners, spec
         self._clock = clock
         self._began = clock()
-        self._held: list[StepReport] = []
-        self._times: list[float] = []
+        self._held: list[tuple[StepReport, float]] = []  # with the seconds since the round began
         self._so_far = RoundSoFar(weights)
 
     def begin(self) -> None:
@@ -81,13 +73,11 @@ class Records:
 
     def step(self, report: StepReport) -> None:
         """Record a step, at the latest with the next `flush`."""
-        if self._held and self._held[0].episode != report.episode:
+        if self._held and self._held[0][0].episode != report.episode:
             self.flush()
         self._round.append(report)
-        now = self._clock()
-        self._held.append(report)
-        self._times.append(now - self._began)
-        waited = self._times[-1] - self._times[0]
+        self._held.append((report, self._clock() - self._began))
+        waited = self._held[-1][1] - self._held[0][1]
         if len(self._held) == MOST_STEPS or waited >= LONGEST or self._listeners.is_prompt:
             self.flush()
 
@@ -95,8 +85,7 @@ class Records:
         """Write the steps that wait."""
         if not self._held:
             return
-        held, self._held = self._held, []
-        times, self._times = self._times, []
+        (held, times), self._held = zip(*self._held, strict=True), []
         found = list(events.step_events(held, self._spec))
         self._directory.write_events(found)
         events_of = {t: list(group) for t, group in groupby(found, key=itemgetter("t"))}

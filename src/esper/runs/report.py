@@ -68,6 +68,7 @@ def round_line(
     it was resumed in between.
     """
     shapley, objective = shapley_of(stats), objective_of(stats, weights)
+    counted = ("germinated", "fossilized", "contributing", "pruned", "refused")
     return {
         "round": stats.episode + 1,
         "objective_mean": float(objective.mean()),
@@ -76,11 +77,7 @@ def round_line(
         "growth_ratio_mean": float(stats.growth.mean()),
         "live_accuracy_mean": mean_of_known(stats.val_acc),
         "shaped_return": float(stats.returns.mean()),
-        "germinated_mean": float(stats.germinated.mean()),
-        "fossilized_mean": float(stats.fossilized.mean()),
-        "contributing_mean": float(stats.contributing.mean()),
-        "pruned_mean": float(stats.pruned.mean()),
-        "refused_mean": float(stats.refused.mean()),
+        **{f"{name}_mean": float(getattr(stats, name).mean()) for name in counted},
         "rollbacks": int(stats.rollbacks.sum()),
         "ops": ops_by_name(stats.ops),
         "slots": slots_by_stage(stats.stage),
@@ -134,10 +131,11 @@ class RoundSoFar:
         objective = 100.0 * objective_value(committed, fossils, host, compute, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(OP_NAMES)), len(OP_NAMES) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
-        means = (_means_of_known(values) for values in (objective, committed, live))
+        known = [np.ma.masked_invalid(values) for values in (objective, committed, live)]
+        means = [of.mean(axis=1, dtype=np.float64).filled(np.nan).tolist() for of in known]
+        deviations = known[0].std(axis=1, ddof=1).filled(np.nan).tolist()  # NaN for fewer than two
         rows = zip(
-            reports, seconds, *means, _deviations_of_known(objective), ops.tolist(),
-            _histograms(stage, len(SeedStage) + 1).tolist(),
+            reports, seconds, *means, deviations, ops.tolist(), _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
         fields: list[dict[str, object]] = []
@@ -193,24 +191,6 @@ def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
     return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
 
 
-def _means_of_known(values: np.ndarray) -> list[float]:
-    """`mean_of_known` of each row of `values` [T, N]."""
-    known = np.isfinite(values)
-    count = known.sum(axis=1)
-    total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
-    means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
-    return means
-
-
-def _deviations_of_known(values: np.ndarray) -> list[float]:
-    """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
-    known, means = np.isfinite(values), np.array(_means_of_known(values))
-    count = known.sum(axis=1)
-    squares = np.square(np.where(known, values - means[:, None], 0.0)).sum(axis=1)
-    deviations: list[float] = np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan).tolist()
-    return deviations
-
-
 def mean_of_known(values: np.ndarray) -> float:
     """Mean of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
@@ -233,13 +213,8 @@ def summary(
     objective = objective_of(last, config.reward)
     loss = float(last.committed_loss.mean(dtype=np.float64))
     return {
-        "task": config.task,
-        "preset": config.preset,
+        **{name: getattr(config, name) for name in ("task", "preset", "seed", "rounds", "num_envs", "episode_length")},
         "reward": config.reward_name,
-        "seed": config.seed,
-        "rounds": config.rounds,
-        "num_envs": config.num_envs,
-        "episode_length": config.episode_length,
         "env_steps": config.rounds * config.num_envs * config.episode_length,
         "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
         "rollout_seconds": total.seconds,

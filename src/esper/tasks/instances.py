@@ -8,7 +8,7 @@ Shape legend: N = hosts, n = most examples of a host, C = classes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, final, runtime_checkable
+from typing import Annotated, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -58,23 +58,13 @@ class Instances:
     lr_factor: Float[Tensor, " N"]
 
 
-@runtime_checkable
-class InstanceDistribution(Protocol):
-    """Draws instances; a host gets the same one whatever the other hosts are."""
-
-    def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> Mapping[str, Tensor]:
-        """Numbers [N] that describe the instances of these hosts (global numbers), by name."""
-
-    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
-        """The instances, on the device of the data set."""
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class MixedImages:
     """Classification tasks of different difficulty from one data set.
 
-    Every property is drawn uniformly from its choices, independently of the others.
+    Every property is drawn uniformly from its choices, independently of the others. A host gets the same instance
+    whatever the other hosts are.
 
     Attributes:
         num_classes: C of the data set.
@@ -84,6 +74,8 @@ class MixedImages:
         lr_factors: factors of the learning rate.
         views: how many variants of each image the data set holds, one after another (`datasets.images.with_views`); a
             host sees one of them.
+        run_seed: of the draws; None for that of the hosts. With another one a host is trained again on its own data,
+            with other weights and another order of its examples.
     """
 
     num_classes: int
@@ -92,6 +84,7 @@ class MixedImages:
     noises: Annotated[tuple[Decay, ...], Field(min_length=1)] = (0.0,)
     lr_factors: Annotated[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], Field(min_length=1)] = (1.0,)
     views: AtLeast1 = 1
+    run_seed: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "instances")
@@ -101,7 +94,8 @@ class MixedImages:
             )
 
     def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> dict[str, Tensor]:
-        """`classes`, `fraction`, `noise`, `lr_factor` and `view` (from 0 on) of each host."""
+        """`classes`, `fraction`, `noise`, `lr_factor` and `view` (from 0 on) of each host (global numbers)."""
+        run_seed = run_seed if self.run_seed is None else self.run_seed
         choices = {
             "classes": torch.tensor(self.classes),
             "fraction": torch.tensor(self.fractions, dtype=torch.float64),
@@ -116,11 +110,12 @@ class MixedImages:
         }
 
     def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
-        """See `InstanceDistribution`.
+        """The instances, on the device of the data set.
 
         Raises:
             ConfigError: a host would be left without examples in a split.
         """
+        run_seed = run_seed if self.run_seed is None else self.run_seed
         drawn = self.properties(run_seed, hosts, episode)
         key = words(
             run_seed, Stream.INSTANCE, hosts[:, None], episode=episode, slot=_NOISE + 1,
@@ -170,6 +165,10 @@ class MixedImages:
         count_N = own_Nn.sum(dim=1)
         index = (~own_Nn).to(torch.int8).argsort(dim=1, stable=True)[:, : _largest(count_N, "validation or test")]
         return _padded(index + view_N[:, None] * size, label_n[index], count_N)
+
+
+InstanceDistribution = MixedImages
+"""What makes hosts differ, of which there is one kind."""
 
 
 def _largest(count_N: Int[Tensor, " N"], split: str) -> int:

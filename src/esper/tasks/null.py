@@ -283,10 +283,7 @@ def germinations(episode_length: int, min_training_epochs: int, num_slots: int) 
 
 
 def best_schedule(
-    episode_length: int,
-    min_training_epochs: int,
-    num_slots: int,
-    blueprint: int = BLUEPRINTS[BEST_BLUEPRINT].index,
+    episode_length: int, min_training_epochs: int, num_slots: int, blueprint: int = BLUEPRINTS[BEST_BLUEPRINT].index
 ) -> tuple[BestStep, ...]:
     """Germinate `blueprint` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
 

@@ -7,8 +7,8 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.lifecycle import HostFamily
-from esper.tasks.datasets import Tokenizer, cifar10, fashion_mnist, images
-from esper.tasks.datasets.text import SHAKESPEARE, STORIES, ByteTokenizer, Shakespeare, Stories
+from esper.tasks.datasets import cifar10, fashion_mnist, images
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, ByteTokenizer, Shakespeare, Stories, Tokenizer
 from esper.tasks.instances import MixedImages
 from esper.tasks.losses import Classification, NextToken
 from esper.tasks.null import NullSpec

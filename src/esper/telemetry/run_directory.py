@@ -50,17 +50,9 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Of all files of a run, also its checkpoints and its record; raised when this version cannot read an older run."""
-CONFIG, ABOUT, METRICS, EVENTS, RECORD, SUMMARY, COMPARISON, CHECKPOINTS, IMPORTANCE = (
-    "config.toml",
-    "about.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "record",
-    "summary.json",
-    "evaluation_after_training.json",
-    "checkpoints",
-    "importance.json",
-)
+CONFIG, ABOUT, METRICS, EVENTS = "config.toml", "about.json", "metrics.jsonl", "events.jsonl"
+SUMMARY, COMPARISON, IMPORTANCE = "summary.json", "evaluation_after_training.json", "importance.json"
+RECORD, CHECKPOINTS = "record", "checkpoints"
 _RECORD_FILES = (METRICS, EVENTS)
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _JSON_SCALARS = frozenset({str, int, bool, type(None)})
@@ -152,9 +144,18 @@ class RunDirectory(Closing):
         """Open an existing directory; `rewind` must follow. Changes no file.
 
         Raises:
-            RunDirectoryError: another process writes to it, or its record files are links or devices.
+            RunDirectoryError: another process writes to it, or a record file or the checkpoint folder is a link, a
+                device or the like.
         """
-        require_own_files(path)
+        folders = (CHECKPOINTS, RECORD)
+        kinds = {name: stat.S_ISREG for name in _RECORD_FILES} | dict.fromkeys(folders, stat.S_ISDIR)
+        for name, is_own in kinds.items():
+            mode = mode_of(path / name)
+            if mode and not is_own(mode):
+                raise RunDirectoryError(
+                    f"{path / name} is not a {'folder' if name in folders else 'regular file'} and cannot be resumed "
+                    "safely; restore the original, or start a new run."
+                )
         with _writing(path):
             return cls(path, [name for name in _RECORD_FILES if (path / name).exists()])
 
@@ -359,19 +360,6 @@ def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
         for name, length in cursor.items()
         if lengths[name] < length
     ]
-
-
-def require_own_files(path: Path) -> None:
-    """Raise RunDirectoryError if a record file or the checkpoint folder is a link, a device or the like."""
-    folders = (CHECKPOINTS, RECORD)
-    kinds = {name: stat.S_ISREG for name in _RECORD_FILES} | dict.fromkeys(folders, stat.S_ISDIR)
-    for name, is_own in kinds.items():
-        mode = mode_of(path / name)
-        if mode and not is_own(mode):
-            raise RunDirectoryError(
-                f"{path / name} is not a {'folder' if name in folders else 'regular file'} and cannot be resumed "
-                "safely; restore the original, or start a new run."
-            )
 
 
 def require_nothing_to_lose(path: Path) -> None:

@@ -130,12 +130,10 @@ class _Receiver:
         return True
 
     def give_up(self, why: str) -> None:
-        """Pass on nothing more."""
         self.sink = None
         warn([f"{self.name} {why}. It receives nothing more; the run goes on."])
 
     def close(self, sink: Sink) -> None:
-        """Close a sink of this receiver."""
         if isinstance(sink, ClosingSink):
             self.attempts(sink.close)
 
@@ -212,11 +210,6 @@ def scalars(fields: Mapping[str, object], path: str = "") -> Iterator[tuple[str,
             yield path + name, float(value)
 
 
-def configuration(run_directory: Path) -> dict[str, Any]:
-    """The tables of config.toml."""
-    return read_toml(run_directory / CONFIG)
-
-
 def is_new(run_directory: Path, sink: str, number: int) -> bool:
     """Whether a sink gets this round for the first time: a resumed run may repeat some. Kept in the file SINK_round."""
     file = run_directory / f"{sink}_round"
@@ -258,7 +251,7 @@ class WandbSink:
             name=run_directory.resolve().name,
             id=run_id(run_directory),
             dir=str(run_directory),
-            config=configuration(run_directory),
+            config=read_toml(run_directory / CONFIG),
             resume="allow",
             reinit="create_new",  # a run of the user's in this process stays as it is
             settings=wandb.Settings(console="off", silent=True),  # the terminal belongs to the display
@@ -292,7 +285,7 @@ class TrackioSink:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{run_directory.resolve().name}-{run_id(run_directory)}",
-            config=configuration(run_directory),
+            config=read_toml(run_directory / CONFIG),
             resume="allow",
             embed=False,
         )

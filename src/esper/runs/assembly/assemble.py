@@ -1,6 +1,6 @@
 """Assembles a run: its data, engine and client, and the memory they need."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,10 +30,7 @@ from esper.tolaria.runtime import choose_device, keep_freed_memory, usable_cores
 def device_of(config: RunConfig) -> torch.device:
     """The device of the run. Also sets the threads and the allocator; raises ConfigError if the device is missing."""
     keep_freed_memory()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    else:
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cores()))
     return choose_device(config.device)
 
 
@@ -86,18 +83,6 @@ class Parts:
     ranks: Ranks
 
 
-def _too_short(config: RunConfig, length: str) -> Iterator[str]:
-    """A note where nothing that a controller grows can be kept; `length` is what the user calls the control steps."""
-    # germinate in step 1, train, blend at the fastest tempo, hold, and FOSSILIZE
-    first = 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
-    if first > config.episode_length and not config.architecture:
-        yield (
-            f"note: no seed can be fossilized before step {first}, but an episode ends with step "
-            f"{config.episode_length}; use a larger {option(length)}, or a smaller "
-            "lifecycle.min_training_epochs"
-        )
-
-
 _MEASURED_PER_TRAINED = 3
 """Examples that are measured in the time in which one is trained."""
 
@@ -126,8 +111,15 @@ def require_memory(
     engine, slots = config.engine(num_envs=num_envs), len(config.slots)
     rollout, policy = rollout_bytes(config.episode_length, slots, config.ppo), policy_bytes(slots, config.ppo)
     free = available_bytes(device) if available is None else available
-    short = _too_short(config, "steps" if setting == "best_of" else "episode_length")
-    for note in (*short, *(coarse(dataset) if dataset is not None else ())):
+    # germinate in step 1, train, blend at the fastest tempo, hold, and FOSSILIZE
+    first = 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
+    if first > config.episode_length and not config.architecture:
+        longer = option("steps" if setting == "best_of" else "episode_length")
+        say(
+            f"note: no seed can be fossilized before step {first}, but an episode ends with step "
+            f"{config.episode_length}; use a larger {longer}, or a smaller lifecycle.min_training_epochs"
+        )
+    for note in () if dataset is None else coarse(dataset):
         say(note)
     if dataset is None:
         scripted = MemoryPrediction(

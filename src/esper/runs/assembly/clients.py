@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.ranks import Ranks
@@ -32,12 +30,6 @@ from esper.tamiyo.network import initialize
 from esper.tamiyo.policy_files import LEARNED_SUFFIX, read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tolaria.runtime import host_read
-
-
-def read_floats(metrics: torch.Tensor) -> list[float]:
-    """The single host read of a PPO update."""
-    values: list[float] = host_read(metrics)[0].tolist()
-    return values
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
@@ -99,7 +91,7 @@ def learner_of(config: RunConfig, spec: EngineSpec, ranks: Ranks | None = None) 
         reward_of(config, spec),
         config.ppo,
         spec,
-        read=read_floats,
+        read=lambda metrics: host_read(metrics)[0].tolist(),
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),

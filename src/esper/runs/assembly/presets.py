@@ -8,7 +8,7 @@ paper        the published size: 200 rounds of 12 hosts, network of width 512, o
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -170,13 +170,9 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     """Absolute paths, so that a run can be resumed from any folder."""
-    changed: Values = {}
-    if isinstance(values.get("data_dir"), str) and values["data_dir"]:
-        changed["data_dir"] = absolute(folder / expanded(values["data_dir"]))
-    if isinstance(policy := values.get("policy"), str | Path) and is_policy_file(policy):
-        changed["policy"] = absolute(folder / expanded(policy))
-    if isinstance(task := values.get("task"), str) and names_task(task):
-        changed["task"] = absolute(folder / expanded(task))
+    is_path: dict[str, Callable[[str], bool]] = {"data_dir": bool, "policy": is_policy_file, "task": names_task}
+    given = {name: values[name] for name in is_path if isinstance(values.get(name), str | Path)}
+    changed: Values = {n: absolute(folder / expanded(of)) for n, of in given.items() if is_path[n](str(of))}
     if "plugins" in values:
         changed["plugins"] = absolute_plugins(plugin_names(values), folder)
     return {**values, **changed}

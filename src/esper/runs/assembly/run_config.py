@@ -25,7 +25,7 @@ from esper.leyline.files import expanded
 from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES
 from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
-from esper.runs.assembly.values import Values, flat, plain
+from esper.runs.assembly.values import Values, differences, flat, plain
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.compilation import CompileChoice, is_compiled
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
@@ -238,19 +238,10 @@ CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "si
 
 def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
     """Properties that a checkpoint and the run that loads it must share; `identity` is that of the data set."""
-    shape = {
-        "task": config.task,
-        "data": without_paths(identity),
-        "seed": config.seed,
-        "slots": config.slots,
-        "num_envs": config.num_envs,
-        "episode_length": config.episode_length,
-        "reward": config.reward_name,
-        "blueprints": spec.blueprint_names,
-        "feature_width": config.ppo.feature_width,
-        "hidden_width": config.ppo.hidden_width,
-        "num_layers": config.ppo.num_layers,
-    }
+    own = {name: getattr(config, name) for name in ("task", "seed", "slots", "num_envs", "episode_length")}
+    policy = {name: getattr(config.ppo, name) for name in ("feature_width", "hidden_width", "num_layers")}
+    others = {"data": without_paths(identity), "reward": config.reward_name, "blueprints": spec.blueprint_names}
+    shape = own | others | policy
     plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
     return plain
 
@@ -275,10 +266,9 @@ def fingerprint(config: RunConfig) -> str:
 
 def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ConfigError if the configuration differs from the one in a checkpoint (`found`)."""
-    was, now = flat(found), flat(json.loads(json.dumps(plain(config))))
-    for name in sorted(was.keys() | now.keys()):
-        if name not in CHANGEABLE and was.get(name) != now.get(name):
+    for name, (was, now) in differences(flat(found), flat(json.loads(json.dumps(plain(config))))).items():
+        if name not in CHANGEABLE:
             raise ConfigError(
-                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; restore it, or "
-                "start a new run for other settings."
+                f"{name} is {now} in config.toml, but the run was made with {was}; restore it, or start a new run for "
+                "other settings."
             )

@@ -6,7 +6,7 @@ Validation is strict: `rounds = "3"` and `rounds = true` are refused; only `lr =
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,14 +28,13 @@ _MEANT = {
 """Usual names of settings that have others here."""
 
 
-def plain(config: object) -> Values:
+def plain(config: Any) -> Values:  # noqa: ANN401 -- any dataclass
     """A configuration as nested dictionaries of plain values, without None."""
-    tree: Values = {}
-    for f in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, f.name)
-        if value is not None:
-            tree[f.name] = plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
-    return tree
+
+    def table(items: list[tuple[str, Any]]) -> Values:
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in items if x is not None}
+
+    return asdict(config, dict_factory=table)
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> Values:
@@ -62,6 +61,12 @@ def nested(values: Mapping[str, Any]) -> Values:
                 raise ConfigError(f"{name!r}: {part} is a value, not a table; it has no {leaf}.")
         table[leaf] = nested(value) if isinstance(value, Mapping) else value
     return tree
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is not equal in two dictionaries, by name in alphabetical order; None where one has no such name."""
+    names = sorted(one.keys() | two.keys())
+    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from esper.kasmina.parameters.flops import BACKWARD
 from esper.leyline.architecture import architectures_of
@@ -103,7 +103,8 @@ class Climb:
             candidates = self._candidates(number)
             self._continue([*range(self._num_envs)] * len(candidates))
             added = np.where(candidates != self.grown, candidates, -1).reshape(-1, candidates.shape[2])
-            self._engine.add_fossils([of_seeds(_places(row), self._engine.spec) for row in added])
+            placed = [[(s, b) for s, b in enumerate(row) if b >= 0] for row in added.tolist()]
+            self._engine.add_fossils([of_seeds(seeds, self._engine.spec) for seeds in placed])
             chosen = self._advance(end, candidates)
             self.grown = candidates[chosen, np.arange(self._num_envs)]
             self._continue([int(c) * self._num_envs + n for n, c in enumerate(chosen)])
@@ -146,13 +147,11 @@ class Climb:
         self._measuring[-1] = self._meter.val_N * per_example.sum(axis=0)
         columns = np.arange(candidates.shape[2])
         params = np.where(present, self._params[columns, np.maximum(candidates, 0)], 0).sum(axis=2)
-        chosen = self._worth(np.nan_to_num(val[-1], nan=0.0), params).argmax(axis=0)
+        host, alone = np.full_like(params, self._engine.executor.host_params), np.ones_like(val[-1])
+        worth = objective_value(np.nan_to_num(val[-1], nan=0.0), params, host, alone, self._config.reward)
+        chosen = worth.argmax(axis=0)
         self._val += [one[chosen, np.arange(self._num_envs)] for one in val]
         return np.asarray(chosen)
-
-    def _worth(self, val: Float[np.ndarray, "C N"], params: Int[np.ndarray, "C N"]) -> Float[np.ndarray, "C N"]:
-        host = np.full_like(params, self._engine.executor.host_params)
-        return objective_value(val, params, host, np.ones_like(val), self._config.reward)
 
     def _outcome(self, seconds: float) -> Outcome:
         engine, stats = self._engine, self._engine.outcome()
@@ -168,8 +167,3 @@ class Climb:
             grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
             cost=TrainingCost(self._meter.per_example(self.grown), training, measuring),
         )
-
-
-def _places(row: Int[np.ndarray, " S"]) -> list[tuple[int, int]]:
-    """(slot, blueprint) of the seeds of a host."""
-    return [(slot, blueprint) for slot, blueprint in enumerate(row.tolist()) if blueprint >= 0]

@@ -8,7 +8,7 @@ Every controller meets the same groups, so that all differences are paired.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,12 +29,14 @@ from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation.climbing import Climb, climbs_of
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
 from esper.runs.evaluation.costs import CostMeter
-from esper.runs.evaluation.equal_compute import Entry, EqualCompute, best_of, of_plan, point, spent
 from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import (
+    Entry,
     Plans,
+    best_of,
     in_random_order,
     is_plans,
+    of_plan,
     of_seeds,
     plan_within,
     read_plans,
@@ -51,11 +53,14 @@ from esper.runs.evaluation.results import (
     ControllerResult,
     Outcome,
     Size,
+    host_figures,
     results,
+    spent,
     verdict,
 )
 from esper.runs.evaluation.rewards import differing, is_of_learning
 from esper.runs.evaluation.tables import counted, plain_table, short, text
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.policy_files import SUFFIX, is_policy_file
 from esper.tasks.datasets import data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
@@ -80,6 +85,57 @@ class Group:
     seed: int
     run: Path | None = None
     trained: Trained | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualCompute:
+    """The results at equal compute.
+
+    Attributes:
+        budget: FLOPs per host. rows: of the most expensive entry of each name that fits; labels, tried: of these.
+        curves: of every entry that fits, by name: means over hosts of `POINT`.
+        excluded: a sentence for each controller that spends more in a single run.
+    """
+
+    budget: float
+    rows: Sequence[ControllerResult]
+    labels: Mapping[str, str]
+    tried: Mapping[str, int]
+    curves: Mapping[str, Sequence[Mapping[str, float]]]
+    excluded: Sequence[str]
+
+    def verdict(self, size: Size) -> str:
+        """The best of the others against the trained controller, or against wait_only."""
+        return f"At equal compute, at most {short(self.budget)} FLOPs per host: {verdict(self.rows, size)}"
+
+    def report(self, size: Size) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "flops_per_host": self.budget,
+            "verdict": self.verdict(size),
+            "labels": dict(self.labels),
+            "excluded": list(self.excluded),
+            "curves": {name: list(curve) for name, curve in self.curves.items()},
+            "controllers": [asdict(row) for row in self.rows],
+        }
+
+    def pages(self) -> Iterator[Table]:
+        """The tables."""
+        first, reference = f"at {short(self.budget)} FLOPs", _reference(self.rows)
+        page = plain_table(first, "tried", "100·J", f"vs {reference}", "better")
+        for row in self.rows:
+            value = with_spread(row.objective, row.objective_std)
+            page.add_row(row.name, str(self.tried[row.name]), value, *row.cells(reference))
+        yield page
+        page = plain_table(first, "val", "test", "J test", "growth", "train", "measure")
+        for row in self.rows:
+            page.add_row(row.name, *row.points_and_growth, short(row.training_flops), short(row.measuring_flops))
+        yield page
+
+    @property
+    def notes(self) -> list[str]:
+        """What each of them is, in words, and who is missing."""
+        return [*(f"{name}: {label}." for name, label in self.labels.items()), *self.excluded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,24 +168,23 @@ class Comparison:
 
     def report(self) -> dict[str, Any]:
         """The comparison as JSON values, including those of every host."""
-        first, config = self.groups[0], self.groups[0].config
+        config = self.groups[0].config
+        groups = [
+            {
+                "seed": group.seed,
+                "run": str(group.run) if group.run else None,
+                "training_seed": group.config.seed if group.run else None,
+                "trained": group.trained.place if group.trained else None,
+            }
+            for group in self.groups
+        ]
         return {
             "task": config.task,
             "data": self.data,
             "preset": config.preset,
             "reward": config.reward_name,
-            "run": str(first.run) if first.run else None,
-            "trained": first.trained.place if first.trained else None,
-            "seed": first.seed,
-            "groups": [
-                {
-                    "seed": group.seed,
-                    "run": str(group.run) if group.run else None,
-                    "training_seed": group.config.seed if group.run else None,
-                    "trained": group.trained.place if group.trained else None,
-                }
-                for group in self.groups
-            ],
+            **{name: groups[0][name] for name in ("run", "trained", "seed")},
+            "groups": groups,
             "num_envs": self.num_envs,
             "episode_length": config.episode_length,
             "reference": _reference(self.rows),
@@ -146,16 +201,13 @@ class Comparison:
         named = task if self.data in ("none", task) else f"{task}, data {self.data}"
         seeds = ", ".join(str(group.seed) for group in self.groups)
         trained = [f"trained = {group.run} {group.trained.place}" for group in self.groups if group.trained]
-        hosts = counted(self.num_envs, "host")
-        if len(self.groups) == 1:
-            console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
-        else:
-            console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
+        of, between = ("of seed", ", ") if len(self.groups) == 1 else ("of each of the seeds", "\n")
+        console.say(between.join([f"{named}, {counted(self.num_envs, 'host')} {of} {seeds}", *trained]))
         for page in pages(self.rows):
             console.print("", page, sep="\n")
         console.say("\n".join(("", legend(self.size.units), *self.notes, *rollbacks(self.rows), self.verdict)))
         if self.equal is not None:
-            for page in self.equal.pages(_reference(self.equal.rows)):
+            for page in self.equal.pages():
                 console.print("", page, sep="\n")
             console.say("\n".join(("", *self.equal.notes, self.equal.verdict(self.size))))
 
@@ -172,33 +224,24 @@ def _reference(rows: Sequence[ControllerResult]) -> str:
 
 def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     """The tables of a comparison, one line for each controller."""
-    reference, names = _reference(rows), OP_NAMES
-    tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
-        (
-            ("controller", "100·J", "IQM", f"vs {reference}", "better"),
-            lambda row: (
-                with_spread(row.objective, row.objective_std),
-                f"{row.objective_iqm.mean:.2f}",
-                *(("", "") if row.name == reference else row.cells),
-            ),
-        ),
-        (
-            ("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure"),
-            lambda row: (
-                *row.points_and_growth,
-                *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
-            ),
-        ),
-        (("controller", "loss", "perplexity"), lambda row: (f"{row.loss:.4f}", f"{row.perplexity:.2f}")),
-        (
-            ("ops per host", *(name.lower().removesuffix("_target") for name in names)),
-            lambda row: (f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names),
-        ),
-    ]
-    if math.isnan(rows[0].perplexity):
-        del tables[2]
-    for columns, cells in tables:
-        yield plain_table(*columns, rows=[(row.name, *cells(row)) for row in rows])
+    reference = _reference(rows)
+    page = plain_table("controller", "100·J", "IQM", f"vs {reference}", "better")
+    for row in rows:
+        value = with_spread(row.objective, row.objective_std)
+        page.add_row(row.name, value, f"{row.objective_iqm.mean:.2f}", *row.cells(reference))
+    yield page
+    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure")
+    for row in rows:
+        spent_on = map(short, (row.flops, row.training_flops, row.measuring_flops))
+        page.add_row(row.name, *row.points_and_growth, *spent_on)
+    yield page
+    if not math.isnan(rows[0].perplexity):
+        losses = [(row.name, f"{row.loss:.4f}", f"{row.perplexity:.2f}") for row in rows]
+        yield plain_table("controller", "loss", "perplexity", rows=losses)
+    page = plain_table("ops per host", *(name.lower().removesuffix("_target") for name in OP_NAMES))
+    for row in rows:
+        page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in OP_NAMES))
+    yield page
 
 
 def legend(units: str) -> str:
@@ -280,7 +323,8 @@ def compare(
         if flops is not None:
             session.require_plain_run(flops)
         alone: dict[str, Sequence[Outcome]] = {**session.alone(own)}
-        budget = flops or (spent_by(alone) if races else 0.0)
+        times, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
+        budget = flops or (times * float(np.mean([spent(one) for one in alone[of]])) if races else 0.0)
         of_races = {name: session.race(name, plans, budget, all_plans=flops is not None) for name in races}
         alone |= {name: entries[-1].outcomes for name, entries in of_races.items() if entries}
         equal = None if flops is None else _at_equal_compute(session, alone, of_races, flops)
@@ -334,20 +378,22 @@ def _label(name: str, entries: Sequence[Entry], budget: float) -> str:
     return f"{name}: a single training spends more than {short(budget)} FLOPs per host, so it is left out."
 
 
-def spent_by(alone: Mapping[str, Sequence[Outcome]]) -> float:
-    """The budget of a race: what a host of the trained controller spends, or some trainings of the plain host."""
-    factor, of = (1, TRAINED) if TRAINED in alone else (PLAIN_RUNS, REFERENCE)
-    return factor * float(np.mean([spent(outcome) for outcome in alone[of]]))
+POINT = ("flops", "objective", "test_objective", "test")
+"""Values of a point of a curve: FLOPs spent on a host, 100·J with validation and with test, test accuracy (pp)."""
+
+
+def point(entry: Entry, weights: RewardConfig) -> dict[str, float]:
+    """Means over all hosts."""
+    hosts = host_figures(entry.outcomes, weights)
+    means = {name: float(hosts[name].mean()) for name in POINT[1:]}
+    return {POINT[0]: entry.flops, **means}
 
 
 def _at_equal_compute(
-    session: "_Session",
-    alone: Mapping[str, Sequence[Outcome]],
-    of_races: Mapping[str, Sequence[Entry]],
-    budget: float,
+    session: "_Session", alone: Mapping[str, Sequence[Outcome]], of_races: Mapping[str, Sequence[Entry]], budget: float
 ) -> EqualCompute:
     """Every controller, run as often as fits, beside the races."""
-    weights, by_run = session.config.reward, session.groups[0].run is not None
+    weights, by_run = session.config.reward, TRAINED in alone
     entries = {name: list(found) for name, found in of_races.items()}
     for name, first in alone.items():
         if name not in RACES:
@@ -454,19 +500,17 @@ class _Session:
         progress: PassProgress,
         console: RunConsole,
     ) -> None:
-        self.groups, self.config = groups, replace(groups[0].config, compile="off")
         self._num_envs, self._store = num_envs, store
         self._progress, self._console = progress, console
         self._places = [_Place(group) for group in groups]
-        self._controllers = dict[tuple[int, str], Controller]()
-        self._found = dict[tuple[int, str], Outcome]()
+        self.config = self._places[0].config
+        self._found = dict[tuple[int, str], tuple[Controller, Outcome]]()
         self._structures = dict[Architecture, list[Outcome]]()
         self._available: int | None = None
         self.reused, self.jobs = 0, 0
 
     @property
     def data(self) -> str:
-        """The data set in words."""
         dataset = self._places[0].dataset
         return data_label(dataset.identity) if dataset else "none"
 
@@ -486,9 +530,7 @@ class _Session:
         source = known.source_of([*(c.name for c in own), *names], config)
         own += [known.baseline(name, config) for name in names if name not in DERIVED]
         own.sort(key=lambda controller: controller.name != source)
-        found = dict[str, Outcome]()
-        for controller in own:
-            found[controller.name] = self._once(place, controller)
+        found = {controller.name: self._once(place, controller) for controller in own}
         start = found[source] if source else next(iter(found.values()))
         params = start.stats.host_params + start.stats.fossil_params
         for name in (name for name in names if name in DERIVED):
@@ -505,9 +547,8 @@ class _Session:
         number = 1 if name in DERIVED else int(budget // cost)
         self._progress.more((number - 1) * len(self._places))
         for repetition in range(1, number):
-            yield [
-                self._outcome(place, self._controllers[place.group.seed, name], repetition) for place in self._places
-            ]
+            of = [(place, self._found[place.group.seed, name][0]) for place in self._places]
+            yield [self._outcome(place, controller, repetition) for place, controller in of]
 
     def race(self, name: str, plans: Plans, budget: float, *, all_plans: bool) -> list[Entry]:
         """The entries of a race that fit the budget, the most expensive one last; only that one without `all_plans`.
@@ -583,10 +624,9 @@ class _Session:
     def _once(self, place: _Place, controller: Controller) -> Outcome:
         """The first run of a controller."""
         at = place.group.seed, controller.name
-        self._controllers[at] = controller
         if at not in self._found:
-            self._found[at] = self._outcome(place, controller)
-        return self._found[at]
+            self._found[at] = controller, self._outcome(place, controller)
+        return self._found[at][1]
 
     def _outcome(
         self,

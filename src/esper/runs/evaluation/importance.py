@@ -52,9 +52,10 @@ def importance_of(
     config = replace(config_of_run(run, {"plugins": allowed}, trust=trust), compile="off")
     found = trained(run, config)
     policy = found.controller.identity["policy"]
-    kept = _kept(run / IMPORTANCE)
-    if kept.get("policy") == policy and hosts in (None, kept.get("hosts")):
-        return kept
+    with suppress(OSError, ValueError):  # there is nothing, or it is damaged
+        kept = read_json(run / IMPORTANCE)
+        if isinstance(kept, dict) and kept.get("policy") == policy and hosts in (None, kept.get("hosts")):
+            return kept
     seconds = found.cost.seconds / max(found.cost.env_steps, 1) * HOSTS * config.episode_length
     if hosts is None and seconds > LONGEST:
         raise ConfigError(
@@ -64,14 +65,6 @@ def importance_of(
     with replacing(run / IMPORTANCE) as file:
         json.dump(plain_json(measured), file, indent=1)
     return measured
-
-
-def _kept(file: Path) -> dict[str, Any]:
-    """What was measured before; {} if there is nothing, or if it is damaged."""
-    with suppress(OSError, ValueError):
-        if isinstance(kept := read_json(file), dict):
-            return kept
-    return {}
 
 
 def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[int, int], None]) -> dict[str, Any]:

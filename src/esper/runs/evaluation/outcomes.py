@@ -13,7 +13,7 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions, 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
@@ -21,8 +21,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from esper.leyline.architecture import Architecture, architectures_of
 from esper.leyline.errors import ConfigError, DataError, option, refusing
@@ -36,35 +34,9 @@ from esper.runs.evaluation.controllers import Controller
 from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.results import Outcome, TrainingCost
 from esper.tasks.datasets import Dataset
-from esper.tasks.instances import InstanceDistribution, Instances
 from esper.telemetry.record.writer import sha256_of
-from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport, stats_of_all
-
-
-@final
-@dataclass(frozen=True)
-class Again:
-    """The instances of another run, whatever the key of the draws is: an `InstanceDistribution`.
-
-    So a host can be trained again on its own data with other weights and another order of its examples.
-    """
-
-    of: InstanceDistribution
-    run_seed: int
-
-    def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> Mapping[str, Tensor]:
-        """Those of the other run."""
-        del run_seed
-        return self.of.properties(self.run_seed, hosts, episode)
-
-    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
-        """Those of the other run."""
-        del run_seed
-        return self.of.draw(self.run_seed, hosts, episode, dataset)
-
 
 SEED_OFFSET = 1_000_000
 """Added to the training seed, so that evaluation hosts differ from all training hosts."""
@@ -99,7 +71,7 @@ def run_controller(
     if controller.host is not None:
         task = replace(task, host=controller.host)
     if repetition and task.instances is not None:
-        task = replace(task, instances=Again(task.instances, run_seed))
+        task = replace(task, instances=replace(task.instances, run_seed=run_seed))
     meter: CostMeter | None = None
     val_TN = list[np.ndarray]()
 
@@ -122,13 +94,16 @@ def run_controller(
     stats = engine.rollout(client)
     assert stats is not None
     (test_acc,) = host_read(engine.test())
-    charged = stats
-    if controller.host is not None:
+    if controller.host is not None:  # what a wider host has more is charged like parameters and FLOPs of seeds
         host = engine_of(config, dataset, device, engine_config=config.engine(run_seed=run_seed, num_envs=1)).executor
-        charged = _charged(stats, engine, host)
+        wide, narrow = host_read(engine.executor.costs.host_flops, host.costs.host_flops)
+        params = np.full_like(stats.host_params, host.host_params)
+        fossil_params = stats.fossil_params + stats.host_params - params
+        compute = stats.compute * np.float32(wide / max(narrow, 1))
+        stats = replace(stats, host_params=params, fossil_params=fossil_params, compute=compute)
     own_hosts = Outcome(
         name=controller.name,
-        stats=charged,
+        stats=stats,
         test_acc=test_acc,
         val=np.stack(val_TN),
         grown=architectures_of(stats.stage, stats.blueprint, stats.algorithm, engine.spec),
@@ -155,18 +130,6 @@ def joined_outcomes(parts: Sequence[Outcome | None]) -> Outcome:
         )
         if costs
         else None,
-    )
-
-
-def _charged(stats: RolloutStats, wider: VectorizedEngine, host: Executor) -> RolloutStats:
-    """Results of a wider host, whose additional parameters and FLOPs are charged like those of seeds."""
-    wide, narrow = host_read(wider.executor.costs.host_flops, host.costs.host_flops)
-    params = np.full_like(stats.host_params, host.host_params)
-    return replace(
-        stats,
-        host_params=params,
-        fossil_params=stats.fossil_params + stats.host_params - params,
-        compute=stats.compute * np.float32(wide / max(narrow, 1)),
     )
 
 
@@ -226,16 +189,13 @@ class OutcomeStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._outcomes = folder / OUTCOMES
-        own = {REPORT, OUTCOMES}
-
-        def is_other(file: Path) -> bool:
-            return not (file.name in own or file.stem.startswith(PICTURE) or is_draft(file))
-
         with refusing(ConfigError, f"the folder {folder} cannot be used", f"name another with {option('out')}"):
-            others = sorted(file.name for file in folder.iterdir() if is_other(file)) if folder.exists() else []
+            found = folder.iterdir() if folder.exists() else ()
+            own = (REPORT, OUTCOMES)
+            others = [f.name for f in found if not (f.name in own or f.stem.startswith(PICTURE) or is_draft(f))]
             if others:
                 raise ConfigError(
-                    f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new folder, "
+                    f"{folder} holds other files ({min(others)}), so no outcomes are written there; name a new folder, "
                     f"or one of an earlier comparison, with {option('out')}."
                 )
             self._outcomes.mkdir(parents=True, exist_ok=True)
@@ -292,11 +252,9 @@ class OutcomeStore:
             "episode": stats.episode,
             "cost": vars(stats.cost),
         }
-        arrays: dict[str, Any] = {
-            f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)
-        }
-        arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
-        arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
+        parts = {"stats": vars(stats), "instance": stats.instance, "cost": vars(outcome.cost) if outcome.cost else {}}
+        named = ((f"{part}.{name}", x) for part, values in parts.items() for name, x in values.items())
+        arrays: dict[str, Any] = {name: x for name, x in named if isinstance(x, np.ndarray)}
         way = f"name another folder with {option('out')}"
         with refusing(ConfigError, f"{path} cannot be written", way), replacing(path) as file:
             np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, val=outcome.val, **arrays)

@@ -18,7 +18,7 @@ Shape legend: N = hosts, T = steps, K = all candidates, C = those of a race, R =
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -36,7 +36,7 @@ from esper.leyline.messages import EngineSpec
 from esper.leyline.random import Stream, permutation
 from esper.leyline.settings import AtLeast1, Finite, Positive
 from esper.runs.assembly.values import parse
-from esper.runs.evaluation.results import HALVING, PORTFOLIO, SEARCHED, Outcome, TrainingCost
+from esper.runs.evaluation.results import HALVING, PORTFOLIO, SEARCHED, Outcome, TrainingCost, spent
 from esper.runs.evaluation.tables import counted, short
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
@@ -83,9 +83,7 @@ class Curves:
         return self.worth[:, rows], self.training.cumsum(axis=1)[:, rows] + looks_R1 * self.measuring[:, None]
 
 
-def race(
-    worth: Float[np.ndarray, "*B C R N"],
-) -> tuple[Int[np.ndarray, "*B N"], Int[np.ndarray, "*B C N"]]:
+def race(worth: Float[np.ndarray, "*B C R N"]) -> tuple[Int[np.ndarray, "*B N"], Int[np.ndarray, "*B C N"]]:
     """The candidate that is kept on each host, and the rung at which each candidate stops: R - 1 is the end.
 
     Of m candidates that are left at a rung, max(m // 2, 1) go on. Of equally good ones the first go on.
@@ -140,11 +138,13 @@ def raced(
     arrays: dict[str, Any] = {
         of: kept([getattr(one, of) for one in stats]) for of, x in own.items() if isinstance(x, np.ndarray)
     }
+    # also of what a race would have stopped: this is what was run here
+    ran = {f.name: sum(getattr(one.cost, f.name) for one in stats) for f in fields(RolloutCost)}
     training = (curves.training * ran_CTN).sum(axis=0)
     arrays["compute"] = stats[0].compute * training.sum(axis=0) / costs[0].training.sum(axis=0)
     return Outcome(
         name=name,
-        stats=replace(stats[0], **arrays, cost=_together([one.cost for one in stats])),
+        stats=replace(stats[0], **arrays, cost=RolloutCost(**ran)),
         test_acc=kept([outcome.test_acc for outcome in outcomes]),
         val=np.stack([outcome.val for outcome in outcomes])[chosen_N, :, hosts].T,
         grown=tuple(outcomes[chosen].grown[n] for n, chosen in enumerate(chosen_N.tolist())),
@@ -154,11 +154,6 @@ def raced(
             measuring=(measuring_CTN * ran_CTN).sum(axis=0),
         ),
     )
-
-
-def _together(costs: Sequence[RolloutCost]) -> RolloutCost:
-    """The sum, also of what a race would have stopped: this is what was run here."""
-    return RolloutCost(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(RolloutCost)})
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -192,6 +187,10 @@ def in_random_order(structures: Sequence[Architecture], spec: EngineSpec) -> Ite
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
+MOST_CANDIDATES = 8
+"""Of a plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RacePlan:
     """A portfolio, or with rungs a halving.
@@ -217,9 +216,6 @@ class RacePlan:
 
 Plans = Mapping[str, Sequence[RacePlan]]
 """The plans of `portfolio` and `halving`, each better and more expensive than the one before it."""
-
-MOST_CANDIDATES = 8
-"""Of a plan."""
 LEAST_GAIN = 0.3
 """Points of 100·J by which a plan must beat every cheaper one; smaller gains are noise of the hosts."""
 _MOST_RUNGS = 2
@@ -299,6 +295,58 @@ def _of_races(
     return zip(spent_B.tolist(), worth_B.tolist(), sets, strict=True)
 
 
+# -- within a budget ---------------------------------------------------------------------------------------------------
+
+Structures = Callable[[Architecture], Sequence[Outcome]]
+"""The outcomes of a structure, one per group of hosts."""
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A controller or a race with what it spends.
+
+    Attributes:
+        label: in words. tried: candidates on each host.
+        outcomes: one per group of hosts, of the candidate that each host keeps.
+    """
+
+    label: str
+    tried: int
+    outcomes: Sequence[Outcome]
+
+    @property
+    def flops(self) -> float:
+        """Spent on a host, in the mean."""
+        return float(np.mean([spent(outcome) for outcome in self.outcomes]))
+
+
+def best_of(
+    name: str, noun: str, passes: Iterable[Sequence[Outcome]], weights: RewardConfig, budget: float, *, every_step: bool
+) -> Iterator[Entry]:
+    """Races of the first pass, of the first two, and so on within the budget; a pass has one outcome per group.
+
+    `every_step`: see `raced`.
+    """
+    runs = list[Sequence[Outcome]]()
+    for outcomes in passes:
+        runs.append(outcomes)
+        number = len(runs)
+        label = f"one {noun}" if number == 1 else f"best of {number} {noun}s"
+        by_group = zip(*runs, strict=True)
+        entry = Entry(label, number, [raced(name, found, weights, every_step=every_step) for found in by_group])
+        if entry.flops > budget:
+            return
+        yield entry
+
+
+def of_plan(name: str, plan: RacePlan, structures: Structures, weights: RewardConfig) -> Entry:
+    """The race of a plan."""
+    found = [structures(structure) for structure in plan.structures]
+    outcomes = [raced(name, of_group, weights, plan.rungs) for of_group in zip(*found, strict=True)]
+    return Entry(plan.words, len(plan.structures), outcomes)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 FORMAT = "esper plans 1"
@@ -353,8 +401,7 @@ def read_plans(path: Path, task: str, episode_length: int) -> Plans:
 
 def _plan(tree: Mapping[str, Any]) -> RacePlan:
     found = parse(_Tree, tree)
-    structures = tuple(map(Architecture.of_lines, found.structures))
-    return RacePlan(structures=structures, rungs=found.rungs, flops=found.flops, objective=found.objective)
+    return RacePlan(**(vars(found) | {"structures": tuple(map(Architecture.of_lines, found.structures))}))
 
 
 def plan_within(plans: Sequence[RacePlan], name: str, budget: float) -> RacePlan:

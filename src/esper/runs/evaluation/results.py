@@ -82,6 +82,13 @@ class Outcome:
     note: str = ""
 
 
+def spent(outcome: Outcome) -> float:
+    """FLOPs of training and measuring a host, in the mean."""
+    cost = outcome.cost
+    assert cost is not None, f"{outcome.name} was not run on networks"
+    return float((cost.training + cost.measuring).sum(axis=0).mean())
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A statistic with its 95 % interval; NaN bounds where a single unit allows none."""
@@ -213,9 +220,10 @@ class ControllerResult:
         points = (self.committed, self.test, self.test_objective)
         return *(f"{value:.2f}" for value in points), f"{self.growth:.2f}x"
 
-    @property
-    def cells(self) -> tuple[str, str]:
-        """The difference, with its interval where there are enough units for one, and how often it is above 0."""
+    def cells(self, reference: str) -> tuple[str, str]:
+        """The difference, with its interval where there are enough units, and how often it is above 0."""
+        if self.name == reference:
+            return "", ""
         low, high = self.difference.low, self.difference.high
         interval = f" [{low:+z.2f}, {high:+z.2f}]" if len(self.units) >= LEAST_UNITS else ""
         return f"{self.difference.mean:+z.2f}{interval}", f"{100.0 * self.improvement.mean:.0f} %"
@@ -334,7 +342,10 @@ def verdict(rows: Sequence[ControllerResult], size: Size) -> str:
     if best is other:
         return f"No baseline is better than {REFERENCE} on {size}."
     first = _against(best, f"the best baseline, {best.name}," if has_run else best.name, other, size)
-    first += _caution(size, has_run)
+    if has_run and size.groups == 1:
+        first += f" One run says nothing about other training seeds; a claim needs {CLAIM} runs."
+    elif has_run and size.groups < CLAIM:
+        first += f" {size.groups} runs are {'a quick look' if size.groups >= QUICK else 'few'}; a claim needs {CLAIM}."
     if not has_run or best in growing or not growing:
         return first
     next_best = growing[0]
@@ -364,12 +375,3 @@ def _against(row: ControllerResult, subject: str, reference: ControllerResult, s
         f" To detect a difference of {MEANINGFUL:g}, {counted(row.needed, one)} would be needed."
     )  # fmt: skip
     return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
-
-
-def _caution(size: Size, has_run: bool) -> str:
-    """What may not be concluded."""
-    if not has_run or size.groups >= CLAIM:
-        return ""
-    if size.groups == 1:
-        return f" One run says nothing about other training seeds; a claim needs {CLAIM} runs."
-    return f" {size.groups} runs are {'a quick look' if size.groups >= QUICK else 'few'}; a claim needs {CLAIM}."

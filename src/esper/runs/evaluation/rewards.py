@@ -19,7 +19,7 @@ import numpy as np
 
 from esper.leyline.errors import ConfigError, option
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
-from esper.runs.assembly.values import flat, plain
+from esper.runs.assembly.values import differences, flat, plain
 from esper.runs.evaluation.results import (
     LEAST_UNITS,
     REFERENCE,
@@ -44,6 +44,8 @@ _FOLLOWS = frozenset({"custom_reward", "lifecycle.fossils_as_players"})
 """Settings that belong to a reward, besides those of its table."""
 _LEARNER = frozenset({"reward", "ppo", "policy", "rounds", "schedule_rounds", "num_envs", "preset", "time_limit"})
 """Settings and tables that decide how a controller is trained, and nothing about the hosts on which it is compared."""
+_OF_OBJECTIVE = attrgetter(*(f"objective_{of}_weight" for of in ("acc", "growth", "flops")), "rent_host_params_floor")
+"""The numbers that J depends on."""
 OBJECTIVE = "100·J"
 FIGURES: Mapping[str, str] = {
     "val": "committed",
@@ -88,7 +90,7 @@ class RewardComparison:
     def objectives(self) -> dict[str, RewardConfig]:
         """The weights of J by the name of the figure; one of each reward where they are not the same."""
         weights = {label: found.groups[0].config.reward for label, found in self.rewards.items()}
-        if len({_of_objective(one) for one in weights.values()}) == 1:
+        if len(set(map(_OF_OBJECTIVE, weights.values()))) == 1:
             return {OBJECTIVE: weights[self.first]}
         return {f"{OBJECTIVE} of {label}": one for label, one in weights.items()}
 
@@ -152,7 +154,7 @@ class RewardComparison:
                 {
                     "name": label,
                     "reward": one.groups[0].config.reward_name,
-                    "optimizes": _summary(one),
+                    "optimizes": one.groups[0].config.reward_traits.summary,
                     "runs": [str(group.run) for group in one.groups],
                     "trained": [group.trained.place for group in one.groups if group.trained],
                     "seeds": [group.seed for group in one.groups],
@@ -177,8 +179,8 @@ class RewardComparison:
         console.say(f"{found.groups[0].config.task}, {counted(size.hosts, 'host')} {each} {seeds}")
         for label, one in self.rewards.items():
             runs = ", ".join(f"{group.run} {group.trained.place}" for group in one.groups if group.trained)
-            own, alone = _returns(one)
-            console.say(f"{label}: {_summary(one)}; return {own:.2f}, of {REFERENCE} {alone:.2f} ({runs})")
+            (own, alone), optimizes = _returns(one), one.groups[0].config.reward_traits.summary
+            console.say(f"{label}: {optimizes}; return {own:.2f}, of {REFERENCE} {alone:.2f} ({runs})")
         means = {row.name: {n: float(v.mean()) for n, v in self.figures(row).items()} for row in self.rows}
         page = plain_table("trained with", *means[self.first])
         for name, values in means.items():
@@ -207,9 +209,8 @@ intervals over {units}."""
 
 def differing(first: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
     """The settings, by dotted name, in which runs of one condition may not differ and these do."""
-    one, two = flat(plain(first)), flat(plain(other))
-    names = (name for name in sorted(one.keys() | two.keys()) if name.partition(".")[0] not in _FREE)
-    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
+    found = differences(flat(plain(first)), flat(plain(other)))
+    return {name: values for name, values in found.items() if name.partition(".")[0] not in _FREE}
 
 
 def differ_in_learning(configs: Sequence[RunConfig]) -> bool:
@@ -240,13 +241,13 @@ def compare_rewards(
             f"{option('flops_per_host')} out, or evaluate the runs of each by themselves."
         )
     groups = _by_reward(list(zip(configs, runs, strict=True)))
-    seeds = {label: [config.seed for config, _ in group] for label, group in groups.items()}
+    seeds = {label: ", ".join(str(config.seed) for config, _ in group) for label, group in groups.items()}
     first, *others = seeds.items()
     for label, own in others:
         if own != first[1]:
             raise ConfigError(
-                f"{first[0]} was trained with seed {_joined(first[1])} and {label} with {_joined(own)}; they are "
-                "compared on the same hosts, so train both with the same seeds."
+                f"{first[0]} was trained with seed {first[1]} and {label} with {own}; they are compared on the same "
+                "hosts, so train both with the same seeds."
             )
     names = [*baselines, REFERENCE]
     return RewardComparison(
@@ -286,36 +287,15 @@ def is_of_learning(name: str) -> bool:
     return name in _FOLLOWS or name.partition(".")[0] in _LEARNER
 
 
-def _of_objective(weights: RewardConfig) -> tuple[float, ...]:
-    """The numbers that J depends on."""
-    return (
-        weights.objective_acc_weight,
-        weights.objective_growth_weight,
-        weights.objective_flops_weight,
-        weights.rent_host_params_floor,
-    )
-
-
 def _returns(found: "Comparison") -> tuple[float, float]:
     """The undiscounted returns of the trained controller and of waiting, by the reward that trained it."""
     by_name = {row.name: row.shaped_return for row in found.rows}
     return by_name[TRAINED], by_name[REFERENCE]
 
 
-def _summary(found: "Comparison") -> str:
-    return found.groups[0].config.reward_traits.summary
-
-
-def _joined(seeds: Sequence[int]) -> str:
-    return ", ".join(map(str, seeds))
-
-
 def _shown(figure: str, value: float, *, signed: bool = False) -> str:
     """A value of a figure as it is printed."""
-    sign = "+" if signed and value >= 0.0 else "-" if signed else ""
-    size = abs(value) if signed else value
     if math.isnan(value):
         return "-"
-    if figure in ("FLOPs", "training FLOPs"):
-        return sign + short(size)
-    return sign + _FORMS.get(figure, "{:.2f}").format(size)
+    sign, size = ("+" if value >= 0.0 else "-", abs(value)) if signed else ("", value)
+    return sign + (short(size) if "FLOPs" in figure else _FORMS.get(figure, "{:.2f}").format(size))

@@ -23,7 +23,7 @@ Shape legend: N = hosts, C = candidates, H = hosts of each candidate, K = schedu
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -46,10 +46,9 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import fixed
-from esper.runs.evaluation.equal_compute import spent
 from esper.runs.evaluation.outcomes import OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import Curves, Plans, best_plans, of_seeds, single_seeds, write_plans
-from esper.runs.evaluation.results import Outcome
+from esper.runs.evaluation.results import Outcome, spent
 from esper.runs.evaluation.tables import plain_table, short
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient
@@ -171,12 +170,8 @@ class Found:
             json.dump(plain_json(self.report()), file, indent=2)
 
     def _size(self) -> dict[str, Any]:
-        return {
-            "budget": self.budget,
-            "env_steps": self.env_steps,
-            "episode_length": self.config.episode_length,
-            "seed": self.config.seed,
-        }
+        of_hosts = {"episode_length": self.config.episode_length, "seed": self.config.seed}
+        return {"budget": self.budget, "env_steps": self.env_steps, **of_hosts}
 
     def report(self) -> dict[str, Any]:
         """All candidates with J as JSON values."""
@@ -302,11 +297,12 @@ class TrainingHosts:
         """Each policy on all hosts of the same episodes, H = N x episodes; best first."""
         values = self.each([partial(self.follow, p, e) for p in policies for e in episodes])
         rows = [np.concatenate(values[i : i + len(episodes)]) for i in range(0, len(values), len(episodes))]
-        return best_first([Tried(policy=p, values=row) for p, row in zip(policies, rows, strict=True)])
+        return best_first(policies, rows)
 
 
-def best_first(tried: Sequence[Tried[P]]) -> list[Tried[P]]:
-    """By mean J."""
+def best_first(policies: Sequence[P], rows: Iterable[np.ndarray]) -> list[Tried[P]]:
+    """The policies with J of their hosts [H], by mean J."""
+    tried = [Tried(policy=policy, values=row) for policy, row in zip(policies, rows, strict=True)]
     return sorted(tried, key=lambda one: -one.objective)
 
 
@@ -450,8 +446,7 @@ def ranked(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> list[Tri
     """
     if passes >= len(plans):
         return hosts.tried(plans, hosts.new_episodes(passes // len(plans)))
-    values = _side_by_side(hosts, plans, passes)
-    return best_first([Tried(policy=plan, values=row) for plan, row in zip(plans, values, strict=True)])
+    return best_first(plans, _side_by_side(hosts, plans, passes))
 
 
 def _side_by_side(hosts: TrainingHosts, plans: Sequence[Plan], passes: int) -> np.ndarray:
@@ -598,12 +593,7 @@ def tune(config: RunConfig, *, budget: int, num_envs: int, progress: PassProgres
     last = [tried.policy for tried in best[:_LAST]]
     (winner, *_) = run("confirmation", last, max((passes - hosts.passes) // len(last), 1))
     return Found(
-        config=hosts.config,
-        spec=hosts.spec,
-        budget=budget,
-        env_steps=hosts.env_steps,
-        stages=stages,
-        heuristic=winner,
+        config=hosts.config, spec=hosts.spec, budget=budget, env_steps=hosts.env_steps, stages=stages, heuristic=winner
     )
 
 

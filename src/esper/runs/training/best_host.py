@@ -116,14 +116,6 @@ def engine_of_host(config: RunConfig, dataset: Dataset, device: torch.device, be
     return engine
 
 
-def with_test(config: RunConfig, dataset: Dataset, device: torch.device, best: BestHost) -> BestHost:
-    """The same with its figure of merit on the test split, which is measured if it is not known."""
-    if best.test is not None:
-        return best
-    (test,) = host_read(engine_of_host(config, dataset, device, best).test())
-    return replace(best, test=float(test[0]))
-
-
 def save(folder: Path, best: BestHost) -> None:
     """Replace the file in the folder of checkpoints; raises CheckpointError if it cannot be written."""
     write_state(folder / FILE, best.about, best.state)

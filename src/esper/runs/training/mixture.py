@@ -22,7 +22,7 @@ from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
 from esper.runs.assembly.run_config import RunConfig, fingerprint
-from esper.runs.report import objective_of
+from esper.runs.report import objective_of, standard_deviation
 from esper.runs.state_file import read_checked, write_state
 from esper.runs.training.signals import stop_signals
 from esper.simic.client import POLICY_PARTS, SimicClient
@@ -77,7 +77,7 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
             found = objective_of(stats, config.reward)
             lines.append({"round": done + 1, "task": config.task, "objective_mean": float(found.mean()), **metrics})
             left = (time.monotonic() - began) / (done + 1 - begun) * (rounds - done - 1)
-            score = with_spread(float(found.mean()), float(found.std()))
+            score = with_spread(float(found.mean()), standard_deviation(found))
             console.say(f"round {done + 1}/{rounds}  eta {duration(left)}  {config.task}  100·J {score}")
             if (done + 1) % every == 0 or done + 1 == rounds:
                 _write(path, key, policy, scales, lines)

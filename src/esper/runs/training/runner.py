@@ -30,7 +30,7 @@ from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
-from esper.runs.records import Records, about_run
+from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
@@ -46,7 +46,7 @@ from esper.runs.training.checkpoint import (
 from esper.runs.training.signals import stop_signals
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.machine import memory_bytes, version
+from esper.telemetry.machine import environment, memory_bytes, version
 from esper.telemetry.progress import RunConsole, RunProgress, size, warn
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
@@ -281,7 +281,9 @@ class Runner:
         digest = state_digest(with_prefix("policy", self.client.state_dict()) | renamed)
         device, about = self.engine.spec.device, None
         if self.best is not None and self.dataset is not None:
-            self.best = best_host.with_test(self.config, self.dataset, device, self.best)
+            if self.best.test is None:
+                alone = best_host.engine_of_host(self.config, self.dataset, device, self.best)
+                self.best = replace(self.best, test=float(host_read(alone.test())[0][0]))
             self._save_best()
             about = self.best.about | {"perplexity": perplexity(self.config.task_spec().objective, self.best.loss)}
         result = report.summary(self.config, device, self.last, test_acc, self.total, digest) | {
@@ -305,30 +307,15 @@ class Runner:
         self._saved_at = (self.rounds_done, inside)
 
     def _write(self, inside: int, *, best: bool = False) -> None:
-        """Write a checkpoint of the hosts of all ranks; `inside` as in `_now`."""
+        """Write a checkpoint; `inside` is the number of steps of an unfinished episode, else 0.
+
+        Hosts, those of all ranks, are part of it only inside an episode and at the end of the run.
+        """
         cursor = self.directory.cursor()  # also syncs the parts of this rank
         self.ranks.group.gathered(None)  # all have done so
-        state = self._state(inside)
-        if self.ranks.group.is_first:
-            save(self.directory.checkpoints, self._header(inside, cursor), state, best=best)
-
-    def _save_best(self) -> None:
-        """Save the best host, unless the file has it."""
-        if self.best is not None and self.best is not self._best_saved and self.ranks.group.is_first:
-            best_host.save(self.directory.checkpoints, self.best)
-            self._best_saved = self.best
-
-    def _state(self, inside: int) -> StateTree:
-        """The state now, on the first rank; `inside` is the number of steps of an unfinished episode, else 0.
-
-        Hosts are part of it only inside an episode and at the end of the run.
-        """
         state: StateTree = with_prefix("policy", self.client.state_dict())
-        if not (inside or self._all_done):
-            return state
-        return of_all(state | with_prefix("engine", self.engine.state_dict()), self.ranks)
-
-    def _header(self, inside: int, cursor: dict[str, int]) -> Header:
+        if inside or self._all_done:
+            state = of_all(state | with_prefix("engine", self.engine.state_dict()), self.ranks)
         begun = Cost()
         if inside:
             begun = replace(
@@ -338,7 +325,7 @@ class Runner:
                 reads=self.begun.reads + reads_so_far() - self._reads_before,
                 seconds=self.begun.seconds + time.monotonic() - self._began,
             )
-        return Header(
+        header = Header(
             rounds_done=self.rounds_done,
             step=inside,
             cursor=cursor,
@@ -348,6 +335,14 @@ class Runner:
             config=plain(self.config),
             trend=self.trend,
         )
+        if self.ranks.group.is_first:
+            save(self.directory.checkpoints, header, state, best=best)
+
+    def _save_best(self) -> None:
+        """Save the best host, unless the file has it."""
+        if self.best is not None and self.best is not self._best_saved and self.ranks.group.is_first:
+            best_host.save(self.directory.checkpoints, self.best)
+            self._best_saved = self.best
 
 
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
@@ -373,7 +368,9 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     config = with_sizes_of_policy(config)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
-        about = about_run(parts.engine.spec, parts.client.terms) | asked
+        spec = parts.engine.spec
+        about = {"version": version(), "environment": environment(spec.device), "slots": spec.slot_ids}
+        about |= {"blueprints": spec.blueprint_names, "terms": tuple(parts.client.terms), **asked}
         with _directory(path, lambda: RunDirectory.create(path, plain(parts.config), about)) as directory:
             return _run(parts, directory, console, asked=config.executor)
     return None

@@ -2,13 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -23,7 +21,9 @@ LastBatch = Literal["merge", "drop", "keep"]
 """Of a last batch of training that is not full: one example joins the batch before it; it is left out; it stays."""
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
-Tokens = npt.NDArray[np.int32]
+
+Inputs = Callable[[Tensor], Tensor]
+"""How stored examples [..., *stored] become inputs [..., *input] of a host, on the device: e.g. `Pixels`."""
 FEW = 50
 """Validation examples below which one of them changes the figure of merit by more than 2 %."""
 _COMPARED = 65_536
@@ -89,14 +89,6 @@ def _some(values: Tensor) -> bytes:
     return hashlib.sha1(some.view(torch.uint8).numpy().data, usedforsecurity=False).digest()
 
 
-@runtime_checkable
-class Inputs(Protocol):
-    """How stored examples become inputs of a host, on the device: e.g. `Pixels`."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Inputs [..., *input] of stored examples [..., *stored]."""
-
-
 def applied(function: Callable[[Any], Any], x: Any, name: str = "inputs") -> Any:  # noqa: ANN401 -- what users take
     """`function(x)`; raises DataError if it fails."""
     try:
@@ -160,29 +152,6 @@ class RandomFunction:
         return found if self.stored is None else self.stored.pack(found)
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Turns texts into tokens 0 .. vocabulary - 1. Instances are plain data."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def end(self) -> int:
-        """The token that ends a text."""
-
-    @property
-    def identity(self) -> PlainValue:
-        """What decides the tokens of a text."""
-
-    def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
-        """Tokens of each text, without the end."""
-
-    def check(self, path: Path, content: bytes) -> None:
-        """Raises DataError if the content of a file cannot be encoded."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dataset:
     """Three splits and where they came from.
@@ -194,8 +163,8 @@ class Dataset:
         test: touched once, at the end of a run. num_classes: labels are 0 .. num_classes - 1; 0 where they are no
             classes. inputs: applied to every batch; None if examples are stored as inputs.
         augmentation: applied to training batches before `inputs`; None for no change.
-        class_names: of the labels in order; empty where they are not known. tokenizer: of a text; None for others.
-            Both are for exported networks; no result depends on them.
+        class_names: of the labels in order; empty where they are not known. tokenizer: of a text (`text.Tokenizer`);
+            None for others. Both are for exported networks; no result depends on them.
     """
 
     identity: Mapping[str, PlainValue]
@@ -206,7 +175,7 @@ class Dataset:
     inputs: Inputs | None = None
     augmentation: Augmentation | None = None
     class_names: tuple[str, ...] = ()
-    tokenizer: Tokenizer | None = None
+    tokenizer: object = None
 
     def split(self, name: SplitName) -> Split:
         """One of the three splits; raises DataError if it is empty."""

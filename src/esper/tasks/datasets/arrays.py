@@ -74,7 +74,7 @@ class StructuredInputs:
     given: Structure | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Inputs`."""
+        """Inputs as a network takes them, packed."""
         found = self.function(x if self.stored is None else self.stored.unpack(x))
         packed: Tensor = found if self.given is None else self.given.pack(found)
         return packed
@@ -106,9 +106,9 @@ def augmentation_of(given: Augmentation | Callable[[Any], Any] | None, stored: S
 
 def from_arrays(
     name: str,
-    train: Examples,
-    val: Examples | None,
-    test: Examples | None,
+    train: Examples | Stored,
+    val: Examples | Stored | None,
+    test: Examples | Stored | None,
     *,
     objective: Objective,
     inputs: Inputs | None = None,
@@ -124,7 +124,7 @@ def from_arrays(
 
     Args:
         name: its name.
-        train: training examples.
+        train: training examples, as they are given or as `stored` gives them.
         val: validation examples, or None.
         test: test examples, or None.
         objective: decides what targets may be.
@@ -136,32 +136,19 @@ def from_arrays(
     Raises:
         DataError: what is wrong, with the split, the field and the index of the first bad example.
     """
-    given = {"train": train, "val": val, "test": test}
-    return from_stored(
-        name,
-        {part: stored(f"{name}.{part}", examples, inputs) for part, examples in given.items() if examples is not None},
-        objective=objective,
-        inputs=inputs,
-        augmentation=augmentation,
-        class_names=class_names,
-        run_seed=run_seed,
-    )
-
-
-def from_stored(
-    name: str,
-    given: Mapping[str, Stored],
-    *,
-    objective: Objective,
-    inputs: Inputs | None,
-    augmentation: Augmentation | Callable[[Any], Any] | None,
-    class_names: Sequence[str],
-    run_seed: int,
-) -> Dataset:
-    """The same from splits that are stored already, by their names."""
+    given = {
+        part: of if isinstance(of, Stored) else stored(f"{name}.{part}", of, inputs)
+        for part, of in (("train", train), ("val", val), ("test", test))
+        if of is not None
+    }
     splits = {part: Split(of.x, _targets(f"{name}.{part}.y", of.y, objective)) for part, of in given.items()}
-    for part, split in splits.items():
-        _check_shapes(f"{name}.{part}", split, splits["train"])
+    for place in ((part, field) for part in splits for field in ("x", "y")):
+        found, expected = (getattr(splits[part], place[1]) for part in (place[0], "train"))
+        if (found.shape[1:], found.dtype) != (expected.shape[1:], expected.dtype):
+            raise DataError(
+                f"{name}.{'.'.join(place)} has examples {list(found.shape[1:])} of {found.dtype}, but those of train "
+                f"are {list(expected.shape[1:])} of {expected.dtype}; make them equal."
+            )
     identity: dict[str, PlainValue] = {"name": name, "source": "arrays"}
     identity |= {f"sha256_{part}": _digest(split) for part, split in splits.items()}
     if missing := [part for part in ("test", "val") if part not in splits]:
@@ -368,22 +355,16 @@ def _tensor(place: str, value: object) -> Tensor:
         except (ValueError, TypeError) as error:
             raise DataError(f"{place} is a list that is not an array ({error}); make its rows equally long.") from error
     if not isinstance(value, Tensor):
-        kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        ways = {
-            "getbands": "the transform torchvision.transforms.PILToTensor()",
-            "toarray": ".toarray()",
-            "encode": _OF_LABELS,
-        }
+        pictures = "the transform torchvision.transforms.PILToTensor()"
+        ways = {"getbands": pictures, "toarray": ".toarray()", "encode": _OF_LABELS}
+        kind = type(value).__name__
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
-        if isinstance(value, list | tuple) and value and isinstance(value[0], str):
-            way = _OF_LABELS
         if isinstance(value, np.ndarray):
-            of_kind = dict.fromkeys(
-                "OSU",
-                f"{_OF_LABELS} where it holds labels, .astype(np.float32) where numbers",
-            )
+            of_kind = dict.fromkeys("OSU", f"{_OF_LABELS} where it holds labels, .astype(np.float32) where numbers")
             of_kind["c"] = "np.stack((z.real, z.imag), axis=1)"
-            way = of_kind.get(value.dtype.kind, ".astype(np.float32)")
+            kind, way = f"ndarray of {value.dtype}", of_kind.get(value.dtype.kind, ".astype(np.float32)")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], str):
+            way = _OF_LABELS
         raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
         raise DataError(
@@ -407,14 +388,12 @@ def check_finite(place: str, values: Tensor) -> None:
 
 
 def _inputs(place: str, x: Tensor, inputs: Inputs | None) -> Tensor:
-    if x.dtype == torch.uint8:
-        if inputs is None:
-            raise DataError(
-                f"{place} holds bytes (uint8): give inputs that make numbers of them on the device, such as "
-                "inputs=lambda x: x.float() / 255 for images, or convert it to floats (tokens to int64)."
-            )
-        return x
-    return x if x.is_floating_point() else x.to(torch.int64)
+    if x.dtype == torch.uint8 and inputs is None:
+        raise DataError(
+            f"{place} holds bytes (uint8): give inputs that make numbers of them on the device, such as "
+            "inputs=lambda x: x.float() / 255 for images, or convert it to floats (tokens to int64)."
+        )
+    return x if x.is_floating_point() or x.dtype == torch.uint8 else x.to(torch.int64)
 
 
 def _targets(place: str, y: Tensor, objective: Objective) -> Tensor:
@@ -445,16 +424,6 @@ def _numbers(place: str, y: Tensor, axes: int, least: int, beyond: int, words: s
             f"or the number of outputs of the network{'; labels that begin at 1 need y - 1' * (int(y.min()) == 1)}."
         )
     return y
-
-
-def _check_shapes(place: str, split: Split, train: Split) -> None:
-    for field in ("x", "y"):
-        found, expected = getattr(split, field), getattr(train, field)
-        if (found.shape[1:], found.dtype) != (expected.shape[1:], expected.dtype):
-            raise DataError(
-                f"{place}.{field} has examples {list(found.shape[1:])} of {found.dtype}, but those of train are "
-                f"{list(expected.shape[1:])} of {expected.dtype}; make them equal."
-            )
 
 
 def _split_off(train: Split, parts: Sequence[str], objective: Objective, run_seed: int) -> dict[str, Split]:

@@ -37,8 +37,7 @@ OFFICIAL = {
 }
 """MD5 sums of the official files, in the order of the examples; the last file is the test set."""
 SOURCE = Source(
-    name="cifar10",
-    alternatives=in_folders(tuple(OFFICIAL), "cifar-10-batches-py", ".", "cifar10/cifar-10-batches-py"),
+    name="cifar10", alternatives=in_folders(tuple(OFFICIAL), "cifar-10-batches-py", ".", "cifar10/cifar-10-batches-py")
 )
 LABEL = "label.txt"
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import DataError
 from esper.leyline.files import expanded
-from esper.tasks.datasets import Dataset, PlainValue, Source, Split, Tokenizer, Tokens, read_bytes, stratified_split
+from esper.tasks.datasets import Dataset, PlainValue, Source, Split, read_bytes, stratified_split
 from esper.tasks.losses import PADDING
 
+Tokens = npt.NDArray[np.int32]
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """Names under which tokenizers know the end of a text; the first one found is used."""
 
@@ -83,6 +85,10 @@ class TokenizerFile:
                 f"{path}: found the byte 0x{content[error.start]:02x} at offset {error.start}, which is not UTF-8; "
                 "convert the file, or use byte tokens."
             ) from error
+
+
+Tokenizer = ByteTokenizer | TokenizerFile
+"""Turns texts into tokens 0 .. vocabulary - 1, of which `end` ends a text; `identity` is what decides them."""
 
 
 def read_tokenizer(path: Path) -> TokenizerFile:
@@ -211,13 +217,11 @@ class Stories:
             )
         one_class = torch.zeros(n, dtype=torch.int64)
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
-        test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
+        encode, storage = self.tokenizer.encode, np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
+        parts = (encode(stories[i] for i in part.tolist()) for part in by_split)
+        test, val, train = (padded_windows(part, self.context, self.tokenizer.end, storage) for part in parts)
         more = {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
         return _dataset(STORIES, path, content, (train, val, test), self, self.tokenizer, more)
-
-    def _split(self, stories: Iterable[bytes]) -> Split:
-        storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
-        return padded_windows(self.tokenizer.encode(stories), self.context, self.tokenizer.end, storage)
 
 
 def windows(tokens: np.ndarray, context: int) -> Split:

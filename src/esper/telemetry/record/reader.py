@@ -68,20 +68,17 @@ class Record(Closing):
     """The tables of some runs; see docs/record.md. Made by `open_record`, closed with `close` or a `with` block."""
 
     def __init__(self, paths: Sequence[Path], follows: bool = False, names: Sequence[str] = ()) -> None:
-        self._database = duckdb.connect(":memory:")
-        for setting in (
-            f"memory_limit = '{MEMORY}'",
-            "temp_directory = ''",
-            f"threads = {min(os.cpu_count() or 1, 8)}",
-            "parquet_metadata_cache = true",  # parts never change
-        ):
-            self._database.execute(f"SET {setting}")
+        limits = {"memory_limit": MEMORY, "temp_directory": "", "threads": str(min(os.cpu_count() or 1, 8))}
+        self._database = duckdb.connect(":memory:", config={**limits})
+        self._database.execute("SET parquet_metadata_cache = true")  # parts never change
         names = names or _unique_names(paths)
         self._runs = {
             name: _RunTables(path, f"run_{i}", self._database)
             for i, (name, path) in enumerate(zip(names, paths, strict=True))
         }
-        self._add_views()
+        for table in TABLES:  # one view over all runs, with the column `run` first
+            selects = (f"SELECT {quoted(n)} AS run, * FROM {run.schema}.{table.name}" for n, run in self._runs.items())
+            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
         self._lock(follows)
         self._searched = False
 
@@ -166,8 +163,11 @@ class Record(Closing):
     @contextmanager
     def _asked(self, sql: str, params: Sequence[object]) -> Iterator[duckdb.DuckDBPyConnection]:
         """The result of one SELECT. Later rows may be computed, and fail, only while they are fetched."""
-        if ANOMALIES.name in sql.lower():
-            self._find_anomalies()
+        if ANOMALIES.name in sql.lower() and not self._searched:  # once: it takes longer than opening the record
+            self._searched = True
+            for name, run in self._runs.items():
+                with damage_said([run.path]):
+                    run.replace(ANOMALIES, list(find(self.query, name)))
         try:
             statements = duckdb.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -190,25 +190,8 @@ class Record(Closing):
                 raise QueryError(f"the record cannot be read ({_first_line(error)}); restore a backup.") from error
             raise QueryError(f"{_explained(error)} {self._known()}") from error
 
-    def _find_anomalies(self) -> None:
-        """Fill the table, once: the search takes longer than opening the record."""
-        if self._searched:
-            return
-        self._searched = True
-        for name, run in self._runs.items():
-            with damage_said([run.path]):
-                run.replace(ANOMALIES, list(find(self.query, name)))
-
     def _known(self) -> str:
         return f"Tables: {', '.join([table.name for table in TABLES])}; DESCRIBE shows the columns of one."
-
-    def _add_views(self) -> None:
-        """One view per table over all runs, with the column `run` first."""
-        for table in TABLES:
-            selects = (
-                f"SELECT {quoted(name)} AS run, * FROM {run.schema}.{table.name}" for name, run in self._runs.items()
-            )
-            self._database.execute(f"CREATE VIEW {table.name} AS {' UNION ALL BY NAME '.join(selects)}")
 
     def _lock(self, follows: bool) -> None:
         """From here on the database reads the parts and nothing else, and these settings cannot be changed.
@@ -265,12 +248,10 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _names(found: duckdb.DuckDBPyConnection) -> list[str]:
-    """The names of the columns of a result."""
     return _unique([column[0] for column in found.description or ()])
 
 
 def _named(found: duckdb.DuckDBPyConnection, rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Rows of a result by column."""
     names = _names(found)
     return [dict(zip(names, row, strict=True)) for row in rows]
 
@@ -373,13 +354,7 @@ class _RunTables:
             return
         self._faults.setdefault((kind, fault), []).append(part)
 
-    def _rounds_of_parts(self) -> set[int]:
-        """The rounds that have parts."""
-        folder = self.path / RECORD
-        return {number_of(part) for part in folder.iterdir()} - {0} if mode_of(folder) else set()
-
     def _begun_parts(self, kind: str) -> Iterator[Path]:
-        """The parts of the round that has begun."""
         if not self._has_folder:
             return
         for part in parts_of_round(self.path / RECORD, kind, self._newest + 1):
@@ -392,11 +367,11 @@ class _RunTables:
                 self.warnings.append(f"{part} cannot be read ({_first_line(error)}); its rows are left out.")
 
     def _say_faults(self) -> None:
+        folder = self.path / RECORD
+        found = {number_of(part) for part in folder.iterdir()} if self._has_folder and mode_of(folder) else set()
         if not self._has_folder:
-            self.warnings.append(
-                f"{self.path / RECORD} is a link or a file and was not read; restore the original folder."
-            )
-        elif others := self._rounds_of_parts() - self._rounds - {self._newest + 1}:
+            self.warnings.append(f"{folder} is a link or a file and was not read; restore the original folder.")
+        elif others := found - self._rounds - {0, self._newest + 1}:
             self.warnings.append(
                 f"{self.path / METRICS} has no line of round {min(others)}{' and others' * (len(others) > 1)}, so that "
                 "their rows are left out. Restore it from a backup to see them."
@@ -430,7 +405,6 @@ class _RunTables:
         self._database.execute(f"CREATE OR REPLACE VIEW {self.schema}.{name} AS {select}")
 
     def _step_views(self, columns: Sequence[str]) -> None:
-        """steps, decisions and rewards."""
         parts = f"FROM {self.schema}.part_steps"
         flags = (name for name in columns if name.startswith(FLAG))
         self._view("steps", f"SELECT {', '.join(map(identifier, (*STEPS.types, *flags)))} {parts}")
@@ -454,17 +428,14 @@ class _RunTables:
             "path": str(self.path.absolute()),
             "reward": started.get("reward") or config.get("custom_reward") or mode,
             "data": summary.get("data") or _data_of(started.get("data")),
-            "blueprints": started.get("blueprints"),
+            **{name: started.get(name) for name in ("blueprints", "host_params")},
+            **{name: about.get(name) for name in ("version", "started", "environment")},
             "reward_terms": about.get("terms"),
             "device": started.get("device") or summary.get("device"),
-            "version": about.get("version"),
             "commit": (about.get("environment") or {}).get("commit"),
-            "started": about.get("started"),
             "finished": bool(summary),
             "rounds": len(self._rounds),
-            "host_params": started.get("host_params"),
             "config": config,
-            "environment": about.get("environment"),
             "summary": found,
         }
 
@@ -633,14 +604,9 @@ class Lines:
 
     def warnings(self) -> list[str]:
         """What has been left out."""
-        found = []
-        if not self._is_file:
-            found.append(f"{self._path} is not a regular file and was not read; restore the original.")
-        if self._damaged:
-            found.append(
-                f"{self._path} has {self._damaged} damaged lines, which were left out; restore it from a backup."
-            )
-        return found
+        lost = f"has {self._damaged} damaged lines, which were left out; restore it from a backup."
+        link = "is not a regular file and was not read; restore the original."
+        return [f"{self._path} {what}" for what, so in ((link, not self._is_file), (lost, self._damaged)) if so]
 
 
 def sum_before(file: BufferedReader, end: int) -> int:

@@ -89,7 +89,9 @@ def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[P
                     fontweight="bold")  # fmt: skip
     figure.text(0.08, 0.94, f"{run['task']}: {sizes}, reward {run['reward']}, seed {run['seed']}", fontsize=11,
                 color=FAINT)  # fmt: skip
-    _objective(figure.add_subplot(grid[0, 0]), curves)
+    objective = figure.add_subplot(grid[0, 0])
+    label_axes(objective, "100·J", f"accuracy that is kept minus the price of the growth; {BAND}")
+    _line(objective, curves, "objective", BLUE)
     _accuracy(figure.add_subplot(grid[0, 1]), curves)
     _operations(figure.add_subplot(grid[1, 0]), behaviour["operations"], run["num_envs"])
     _growth(figure.add_subplot(grid[1, 1]), curves)
@@ -191,11 +193,6 @@ def _line(
     ax.annotate(f"{values[-1]:.4g}", (rounds[-1], values[-1]), xytext=(7, lift), textcoords="offset points",
                 va="center", color=INK, fontsize=9, fontweight="bold")  # fmt: skip
     ax.set_xlim(0.5, rounds[-1] * 1.06 + 0.5)
-
-
-def _objective(ax: Axes, curves: Payload) -> None:
-    label_axes(ax, "100·J", f"accuracy that is kept minus the price of the growth; {BAND}")
-    _line(ax, curves, "objective", BLUE)
 
 
 def _accuracy(ax: Axes, curves: Payload) -> None:

@@ -170,7 +170,7 @@ def evaluation(record: Record) -> list[Payload]:
         task = row["task"] or runs[row["run"]]["task"]
         tasks.setdefault(task, {}).setdefault(row["run"], {}).setdefault(row["file"], []).append(row)
     own = {row["task"] for row in runs.values()}
-    sections = []
+    kinds, sections = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}, []
     for task in sorted(tasks, key=lambda task: (task not in own, task)):
         rows, sources = [], []
         for run, files in tasks[task].items():
@@ -179,18 +179,12 @@ def evaluation(record: Record) -> list[Payload]:
             found = documents[run].get(file, [])
             document = next((one for one in found if len(found) == 1 or one.get("task") == task), {})
             sources.append({"run": run, "file": file, "older": older, "verdict": document.get("verdict")})
-            rows += _with_kind(files[file], document)
+            differences = {one["name"]: one.get("difference") for one in document.get("controllers", ())}
+            for row in files[file]:
+                name = row["controller"]
+                rows.append(row | {"kind": kinds.get(name, "other"), "difference": differences.get(name)})
         sections.append({"task": task, "rows": rows, "sources": sources})
     return sections
-
-
-def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
-    kinds = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}
-    differences = {found["name"]: found.get("difference") for found in document.get("controllers", ())}
-    return [
-        row | {"kind": kinds.get(row["controller"], "other"), "difference": differences.get(row["controller"])}
-        for row in rows
-    ]
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")
@@ -209,18 +203,14 @@ _EVALUATION = (
 
 def importance(record: Record) -> dict[str, Payload]:
     """What each controller looks at, as `esper report` measured it; `why` there is nothing otherwise."""
-    return {
-        row["run"]: _importance(Path(row["path"])) for row in record.query("select run, path from runs order by run")
-    }
-
-
-def _importance(run: Path) -> Payload:
-    file = run / IMPORTANCE
-    with suppress(ValueError):
-        found = read_json(file) if stat.S_ISREG(mode_of(file)) else None
-        if isinstance(found, dict) and "groups" in found:
-            return found
-    return {"why": f"{command('report', run, plugins=plugins_of(run))} measures it."}
+    found = {}
+    for row in record.query("select run, path from runs order by run"):
+        run, measured = Path(row["path"]), None
+        with suppress(ValueError):
+            measured = read_json(run / IMPORTANCE) if stat.S_ISREG(mode_of(run / IMPORTANCE)) else None
+        why = {"why": f"{command('report', run, plugins=plugins_of(run))} measures it."}
+        found[row["run"]] = measured if isinstance(measured, dict) and "groups" in measured else why
+    return found
 
 
 def anomalies(record: Record) -> Payload:
@@ -334,8 +324,9 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         scores: accuracy (points) by members; the members of the smallest are in all others.
 
     Returns:
-        base and total accuracy, members of the base, `parts` with members and value, the `rest`, the method
-        ("subsets" or "leave one out"), and the Shapley value of each seed where all subsets were measured.
+        base and total accuracy, members of the base, `parts` with members and value (what a seed adds alone, or what
+        is lost without it, where that was measured), the `rest`, the method ("subsets" or "leave one out"), and the
+        Shapley value of each seed where all subsets were measured.
     """
     known = {members: score for members, score in scores.items() if score is not None}
     base, full = min(known, key=len, default=frozenset()), max(known, key=len, default=frozenset())
@@ -344,12 +335,17 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         return None
     values = {members - base: score for members, score in known.items()}
     complete = sum(subset <= full for subset in values) == 2 ** len(players)
-    parts: dict[tuple[str, ...], float] = {}
-    for p in players:
-        if (gain := _single(values, frozenset(players), p, complete)) is not None:
-            parts[(p,)] = gain
-    if complete:
-        parts |= {(p, q): _pair(values, p, q) for p, q in combinations(players, 2)}
+    none, whole = frozenset[str](), frozenset(players)
+    alone = {p: frozenset({p}) for p in players}
+    of_one = {p: (one, none) if complete else (whole, whole - one) for p, one in alone.items()}
+    parts: dict[tuple[str, ...], float] = {
+        (p,): values[more] - values[less] for p, (more, less) in of_one.items() if less in values
+    }
+    if complete:  # what two add together beyond what each adds alone
+        for p, q in combinations(players, 2):
+            parts[p, q] = values[alone[p] | alone[q]] - values[alone[p]] - values[alone[q]] + values[none]
+    subsets = (frozenset(p for i, p in enumerate(players) if bits >> i & 1) for bits in range(2 ** len(players)))
+    shapley = shapley_values([values[subset] for subset in subsets]) if complete else []
     return {
         "base": known[base],
         "base_members": sorted(base),
@@ -357,27 +353,8 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         "parts": [{"members": list(members), "value": value} for members, value in parts.items()],
         "rest": known[full] - known[base] - sum(parts.values()),
         "method": "subsets" if complete else "leave one out",
-        "shapley": _shapley(values, players) if complete else None,
+        "shapley": dict(zip(players, shapley, strict=True)) if complete else None,
     }
-
-
-def _single(values: Mapping[Coalition, float], players: Coalition, p: str, complete: bool) -> float | None:
-    """What a seed adds alone, or what is lost without it; None if that was not measured."""
-    if complete:
-        return values[frozenset({p})] - values[frozenset()]
-    without = players - {p}
-    return values[players] - values[without] if without in values else None
-
-
-def _pair(values: Mapping[Coalition, float], p: str, q: str) -> float:
-    """What two seeds add together beyond what each adds alone."""
-    one, other, none = frozenset({p}), frozenset({q}), frozenset[str]()
-    return values[one | other] - values[one] - values[other] + values[none]
-
-
-def _shapley(values: Mapping[Coalition, float], players: list[str]) -> dict[str, float]:
-    subsets = (frozenset(p for i, p in enumerate(players) if bits >> i & 1) for bits in range(2 ** len(players)))
-    return dict(zip(players, shapley_values([values[subset] for subset in subsets]), strict=True))
 
 
 # Behaviour and learning -----------------------------------------------------------------------------------------------

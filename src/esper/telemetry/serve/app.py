@@ -46,24 +46,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from esper.leyline.errors import EsperError
-from esper.telemetry.report.page import asset as report_asset
+from esper.telemetry.report import page
 from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names by which every browser reaches its own machine."""
 VIEWS = ("/", "/run", "/host", "/policy", "/anomalies")
-SCRIPTS = (
-    "d3.min.js",
-    "plot.min.js",
-    "dom.js",
-    "charts.js",
-    "app.js",
-    "glance.js",
-    "overview.js",
-    "views.js",
-    "live.js",
-)
-STYLES = ("style.css", "live.css")
+_OWN = ("glance.js", "overview.js", "views.js", "live.js", "live.css")
+SCRIPTS, STYLES = (*page.SCRIPTS[:-1], *_OWN[:-1]), ("style.css", "live.css")
+"""Those of the report, without the last one, which starts it, and our own."""
 POLL, KEEP_ALIVE, PATIENCE = 1.0, 15.0, 5
 """Seconds between looks at the files, between signs of life on a quiet stream, and that answers may take to end."""
 HEADERS = {
@@ -79,7 +70,6 @@ HEADERS = {
 FRAMED = HEADERS | {"Content-Security-Policy": HEADERS["Content-Security-Policy"].partition("; frame-ancestors")[0]}
 del FRAMED["X-Frame-Options"]
 """The same where other pages may show this one in a frame."""
-_OWN = ("glance.js", "overview.js", "views.js", "live.js", "live.css")
 _TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
@@ -270,7 +260,7 @@ async def _asset(request: Request) -> Response:
 @cache
 def _text(name: str) -> str:
     if name not in _OWN:
-        return report_asset(name)
+        return page.asset(name)
     return files("esper.telemetry.serve").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -319,12 +309,7 @@ def _explained(request: Request, error: Exception) -> Response:
 
 
 def server_of(
-    runs: Runs,
-    *,
-    names: Collection[str] = LOCAL,
-    token: str | None = None,
-    root: str = "",
-    frames: bool = False,
+    runs: Runs, *, names: Collection[str] = LOCAL, token: str | None = None, root: str = "", frames: bool = False
 ) -> uvicorn.Server:
     """A server that answers for these runs (`application`), on a free port where `run` gets no socket."""
     app = application(runs, names=names, token=token, root=root, frames=frames, ends=lambda: server.should_exit)

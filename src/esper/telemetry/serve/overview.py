@@ -14,7 +14,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from io import BufferedReader
 from pathlib import Path
 from typing import final
 
@@ -116,20 +115,17 @@ class Row:
         if self._state[:1] != before[:1]:
             self._settings = _settings(self._run / CONFIG, self._warnings)
         metrics = self._run / METRICS
-        if stat.S_ISREG(mode_of(metrics)):
-            with open_to_read(metrics) as file:
-                self._look_at(file)
-        else:
+        if not stat.S_ISREG(mode_of(metrics)):
             self._begin()
             if mode_of(metrics):
                 self._warnings.append(f"{metrics} is not a regular file and was not read; restore the original.")
-
-    def _look_at(self, file: BufferedReader) -> None:
-        if sum_before(file, self._read) != self._sum:  # a resumed run has cut it, and written on
-            self._begin()
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        *lines, unfinished = file.read().split(b"\n")
+            return
+        with open_to_read(metrics) as file:
+            if sum_before(file, self._read) != self._sum:  # a resumed run has cut it, and written on
+                self._begin()
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            *lines, unfinished = file.read().split(b"\n")
         self.behind = size - len(unfinished) - self._read
         whole = next(filter(_is_whole, reversed(lines)), None)
         self._last = {} if whole is None else next(round_rows([json_of(whole.decode())]))

@@ -83,18 +83,13 @@ def _cell(value: object) -> object:
     return json.loads(text) if text is not plain else plain
 
 
-def _limit_memory() -> None:
-    """Elsewhere than on Linux, which says what a process has, only the time is limited."""
+def main() -> None:
+    """Answer the question on standard input; errors are answers too."""
     now = Path("/proc/self/statm")
-    if now.exists():
+    if now.exists():  # elsewhere than on Linux only the time is limited
         most = int(now.read_text().split()[0]) * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def main() -> None:
-    """Answer the question on standard input; errors are answers too."""
-    _limit_memory()
     question = json.load(sys.stdin)
     try:
         found = _answered([Path(run) for run in question["runs"]], question["names"], question["sql"], question["rows"])

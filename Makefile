@@ -61,7 +61,7 @@ pretrained: $(STAMP)
 	$(BIN)/python scripts/pretraining.py runs/pretrained src/esper/policies/pretrained.safetensors
 
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile $(addprefix --ignore=,tests/scripts tests/learning tests/gpu) $(ARGS)  # none of theirs
 
 SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
 	tests/kasmina/parameters/test_population.py tests/tasks/test_instances.py \
@@ -74,11 +74,10 @@ SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/ka
 test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype $(SHAPES) $(ARGS)
 
-# the tests of a file there share one long run
-LONG := tests/learning tests/simic
+# no other file is imported; the tests of a group share one long run
+SLOW := tests/scripts $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 --dist loadfile $(LONG) $(ARGS)
-	$(PYTEST) -m slow -n 2 $(addprefix --ignore ,$(LONG)) $(ARGS)
+	$(PYTEST) -m slow -n 2 --dist loadgroup $(SLOW) $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)

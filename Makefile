@@ -60,8 +60,10 @@ pretrained: $(STAMP)
 	$(BIN)/esper train --preset learn --seed 3 --rounds 60 --set schedule_rounds=60 --out runs/pretrained $(ARGS)
 	$(BIN)/python scripts/pretraining.py runs/pretrained src/esper/policies/pretrained.safetensors
 
+# no test of these is a default one
+OTHERS := tests/scripts tests/learning tests/gpu tests/test_fsdp_host.py tests/simic/rewards/test_exploits_on_null.py
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist loadfile $(addprefix --ignore=,tests/scripts tests/learning tests/gpu) $(ARGS)  # none of theirs
+	$(PYTEST) -n 2 --dist loadfile $(addprefix --ignore=,$(OTHERS)) $(ARGS)
 
 SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
 	tests/kasmina/parameters/test_population.py tests/tasks/test_instances.py \

@@ -186,12 +186,9 @@ def a_rank_keeps_its_part_of_the_weights(mesh):
     assert int(kept[0]) == whole  # nothing twice, nothing lost
 
 
-FAST = (
+CHECKS = (
     a_state_is_that_of_the_streamed_executor,
     a_rank_keeps_its_part_of_the_weights,
-)
-CHECKS = (
-    *FAST,
     an_episode_is_that_of_the_streamed_executor,
     adam_decays_gradients_as_the_streamed_executor_does,
     a_host_in_panic_goes_back_to_its_snapshot,

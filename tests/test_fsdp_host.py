@@ -1,4 +1,4 @@
-"""The executor of examples/fsdp/: on one rank in this process, and on several that torchrun starts."""
+"""The executor of examples/fsdp/: its pieces in this process, and whole on the ranks that torchrun starts."""
 
 import subprocess
 import sys

@@ -341,6 +341,7 @@ def test_a_run_goes_on_when_whoever_read_its_output_has_left(folder, started):
     assert summary(run)["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_run_as_a_table(folder):
     ours, theirs = pty.openpty()
     arguments = list(LONG)

@@ -64,7 +64,11 @@ def grown(num_slots: int, blueprints: tuple[int, ...]) -> Structure:
 
 
 @pytest.mark.parametrize(
-    ("task", "mode"), [*(("null", mode) for mode in MODES), ("tiny", "objective"), ("tiny_transformer", "objective")]
+    ("task", "mode"),
+    [
+        *(pytest.param("null", mode, marks=pytest.mark.slow) for mode in MODES if mode != "objective"),
+        *((task, "objective") for task in ("null", "tiny", "tiny_transformer")),
+    ],
 )
 def test_a_round_keeps_to_one_device_and_reads_nothing_but_by_host_read(task, mode):
     config = resolve({**SMALL, "task": task, "reward": {"mode": mode}})

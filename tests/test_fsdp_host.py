@@ -1,4 +1,4 @@
-"""The executor of examples/fsdp/: on one rank in this process, and on several that torchrun starts."""
+"""The executor of examples/fsdp/: its pieces in this process, and whole on the ranks that torchrun starts."""
 
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from fsdp.executor import FsdpExecutor, Share, SharedDraws, require_fit
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 
@@ -50,18 +51,11 @@ def torchrun(ranks: int, program: Path, seconds: float) -> str:
     return printed
 
 
-@pytest.mark.parametrize("check", fsdp_ranks.FAST, ids=lambda check: check.__name__)
-def test_on_one_rank(check, mesh):
-    check(mesh)
-
-
-@pytest.mark.slow
 def test_on_three_ranks_of_torchrun():
     printed = torchrun(3, ROOT / "tests" / "fsdp_ranks.py", 400)  # whose shares of a batch differ
     assert printed.split() == [check.__name__ for check in fsdp_ranks.CHECKS]
 
 
-@pytest.mark.slow
 def test_the_program_finds_the_streamed_numbers_on_two_ranks():
     printed = torchrun(2, ROOT / "examples" / "fsdp_host.py", 400)
     assert printed.count("fossilized, fossilized") >= 2

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_tasks import Zero, grow, images, own_task, points, train
-from sklearn.datasets import load_diabetes
-from sklearn.metrics import r2_score
 from torch import Tensor, nn
 
 import esper
@@ -278,6 +276,8 @@ def test_a_structure_that_is_given_grows_from_the_first_step(task):
 
 @pytest.mark.parametrize(("both", "executor"), [(False, "streamed"), (True, "fused")])
 def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_agrees(both, executor):
+    from sklearn.metrics import r2_score
+
     germinate = canonical_action(LifecycleOp.GERMINATE, slot=0, blueprint=NORM, tempo=FAST, style=Style.GATED_GATE)
     fossilize = canonical_action(LifecycleOp.FOSSILIZE, slot=0)
     x = torch.randn(60, 6, 4, generator=torch.Generator().manual_seed(1))
@@ -338,6 +338,9 @@ def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source
 @pytest.mark.filterwarnings("ignore:training targets are")
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_the_r2_that_is_printed_is_that_of_scikit_learn_on_the_split_that_it_is_named_after(outputs):
+    from sklearn.datasets import load_diabetes
+    from sklearn.metrics import r2_score
+
     x, y = (torch.from_numpy(values).float() for values in load_diabetes(return_X_y=True))
     y = torch.stack((y, 1000.0 - 3.0 * y + y.roll(1)), dim=1)[:, :outputs]
     parts = {"train": slice(0, 354), "val": slice(354, 398), "test": slice(398, 442)}

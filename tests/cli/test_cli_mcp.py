@@ -5,15 +5,17 @@ import os
 import sys
 from pathlib import Path
 
-import anyio
 import pytest
-from mcp import Client, StdioServerParameters
 
 from esper.cli import main
 from served_runs import write_run
 
 
+@pytest.mark.slow
 def test_a_client_starts_the_command_and_asks_over_its_standard_input(tmp_path: Path):
+    import anyio
+    from mcp import Client, StdioServerParameters
+
     write_run(tmp_path / "a run")
     arguments = ["-m", "esper", "mcp", str(tmp_path)]
     server = StdioServerParameters(command=sys.executable, args=arguments, env=dict(os.environ))

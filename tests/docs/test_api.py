@@ -41,18 +41,6 @@ def run(program: str, **given: object) -> dict[str, object]:
     return variables
 
 
-def check_ten_lines(program: str, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = run(program)
-    assert found["grown"].module(found["x"]).shape == (60, 3)
-    assert len(found["run"].objective) == rounds
-    assert found["grown"].timeline[-1].event == "end"
-    assert sorted(path.name for path in (tmp_path / "grown").iterdir()) == [
-        *("model.json", "model.py", "model.safetensors", "timeline.json")
-    ]
-    assert (tmp_path / "runs" / "mynet-quickstart-s0").is_dir()
-
-
 @pytest.mark.filterwarnings("ignore:train. of a DataLoader")
 def test_networks_with_several_inputs_and_outputs_become_tasks():
     texts = [({name: values[i] for name, values in several.TEXT.items()}, several.CLASSES[i]) for i in range(60)]
@@ -85,12 +73,15 @@ def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
         .replace("batch=128", "batch=128, episode_length=10")
         .replace("minutes=10, params=50_000)", "minutes=0.02, params=50_000), progress=False")
     )
-    check_ten_lines(program, 1, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_the_ten_lines_run_as_they_stand(tmp_path, monkeypatch):
-    check_ten_lines(TEN_LINES.replace("minutes=10", "minutes=0.2"), 30, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    found = run(program)
+    assert found["grown"].module(found["x"]).shape == (60, 3)
+    assert len(found["run"].objective) == 1
+    assert found["grown"].timeline[-1].event == "end"
+    assert sorted(path.name for path in (tmp_path / "grown").iterdir()) == [
+        *("model.json", "model.py", "model.safetensors", "timeline.json")
+    ]
+    assert (tmp_path / "runs" / "mynet-quickstart-s0").is_dir()
 
 
 def test_the_blueprint_can_be_chosen():

@@ -140,6 +140,7 @@ def launched(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_three_processes_sum_and_meet():
     done = launched(3)
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ def ranges(folder: Path) -> list[dict[str, Any]]:
     return sorted(named, key=lambda event: event["ts"])
 
 
+@pytest.mark.slow
 def test_a_profiled_run_has_the_same_results_and_a_trace_of_the_phases_of_each_step(tmp_path, capsys, shared_run):
     folder, without = tmp_path / "traces" / "a", shared_run("tiny", 2)
     assert train(tmp_path / "with", "tiny", 2, "--profile", str(folder), "--profile-steps", "3-4") == 0

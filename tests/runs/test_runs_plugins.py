@@ -109,11 +109,12 @@ def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp
 
 
 @pytest.mark.parametrize("kind", ["file", "module"])
-def test_code_that_a_run_directory_names_is_executed_only_where_that_is_allowed(tmp_path, monkeypatch, capfd, kind):
+def test_code_that_a_run_directory_names_is_executed_only_where_that_is_allowed(
+    tmp_path, monkeypatch, capfd, finished_run, kind
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    run = tmp_path / "run"
-    assert small_runs.train(run, "null", 1) == 0
+    run = finished_run("null", 1)
     mine = plugin(tmp_path, f"planted_{kind}", "print('executed')\n")
     other = plugin(tmp_path, f"other_{kind}", "print('executed')\n")
     names = (str(mine), "./" + mine.name, str(other)) if kind == "file" else (mine.stem, mine.stem, other.stem)

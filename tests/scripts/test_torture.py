@@ -1,4 +1,4 @@
-"""A form of two minutes of what scripts/torture.py does for hours."""
+"""A form of one minute of what scripts/torture.py does for hours."""
 
 import subprocess
 import sys
@@ -14,9 +14,9 @@ TORTURE = Path(__file__).parents[2] / "scripts" / "torture.py"
 @pytest.mark.parametrize(
     "given",
     [
-        "files --operations null --faults kill ENOSPC half EIO --every 30 --seed 5",
+        "files --operations null --faults kill ENOSPC half EIO --every 60 --seed 5",
         "signals --tries 5 --seed 5",
-        "inputs --tries 100 --seed 5",
+        "inputs --tries 50 --seed 5",
         "settings --tries 8 --seed 5",
         "values --tries 4 --seed 5",
     ],

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from sklearn.metrics import r2_score
 
 from esper.tasks.losses import (
     Classification,
@@ -65,6 +64,8 @@ def r2(outputs: torch.Tensor, targets: torch.Tensor, batch: int = 7) -> float:
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 4)])
 def test_r2_is_that_of_scikit_learn_averaged_over_the_outputs(shape):
+    from sklearn.metrics import r2_score
+
     generator = torch.Generator().manual_seed(1)
     # outputs of very different scales: with one variance for all, the largest would decide
     targets = torch.randn(20, *shape, generator=generator) * torch.tensor(10.0) ** torch.arange(shape[-1]) + 5.0
@@ -74,6 +75,8 @@ def test_r2_is_that_of_scikit_learn_averaged_over_the_outputs(shape):
 
 
 def test_r2_of_targets_that_are_all_equal_is_one_if_they_are_met_and_else_zero():
+    from sklearn.metrics import r2_score
+
     # the first output: errors 1, 0, 0, 1 and variance 5 / 4, so 1 - 2 / 5; the second and third have no variance
     targets = torch.tensor([[0.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 3.0], [3.0, 2.0, 3.0]])
     outputs = targets + torch.tensor([[1.0, 0.0, 0.1], [0.0, 0.0, 0.2], [0.0, 0.0, -0.1], [1.0, 0.0, 0.3]])

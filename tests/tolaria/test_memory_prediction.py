@@ -130,6 +130,7 @@ print(plain, faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the setting is glibc's")
 def test_large_blocks_are_used_again():
     done = subprocess.run([sys.executable, "-c", OF_FAULTS], capture_output=True, text=True, check=True)

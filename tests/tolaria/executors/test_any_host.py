@@ -16,7 +16,6 @@ from against_streamed import (
     of_each_split,
     same_pass,
 )
-from sklearn.metrics import r2_score
 from torch import nn
 
 import esper
@@ -184,6 +183,8 @@ def test_a_regression_on_images_is_run_as_streamed(executor):
 
 @each_executor
 def test_r2_of_each_split_is_that_of_scikit_learn_on_its_own_targets(executor):
+    from sklearn.metrics import r2_score
+
     data, keep = regression(), slice(0, 23)  # classes 8, 8, 7, and a last batch of seven
     own = {"val": Split(data.val.x[keep], data.val.y[keep]), "test": Split(data.test.x[:10], data.test.y[:10] * 3.0)}
     data = dataclasses.replace(data, **own)

@@ -36,14 +36,7 @@ def runtime(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(
-    ("tests", "some"),
-    [
-        (["native_machine", "native_optimizer", "native_convolutions", "native_sequences"], ""),
-        (["native_executor", "against_streamed"], "neighbours or (native and train)"),
-    ],
-)
-def test_layers_and_whole_hosts_stay_within_their_memory_and_do_nothing_undefined(tests, some):
+def test_layers_and_whole_hosts_stay_within_their_memory_and_do_nothing_undefined():
     preloaded = [runtime("libasan.so"), runtime("libstdc++.so")]  # the second, or exceptions of PyTorch end the process
     if not Path(preloaded[0]).is_absolute():
         pytest.skip("g++ has no address sanitizer here")
@@ -51,7 +44,10 @@ def test_layers_and_whole_hosts_stay_within_their_memory_and_do_nothing_undefine
     for dtype in ("float32", "float64"):  # the compiler is slow under a sanitizer; the library cannot be loaded without
         load = f"import torch; from {cached_library.__module__} import cached_library as load; load(torch.{dtype})"
         subprocess.run([sys.executable, "-c", load], env=compiled, capture_output=True, check=False)
-    files = [f"tests/tolaria/executors/test_{name}.py" for name in tests]
+    layers = ("native_machine", "native_optimizer", "native_convolutions", "native_sequences")
+    whole = ("native_executor", "against_streamed")
+    files = [f"tests/tolaria/executors/test_{name}.py" for name in (*layers, *whole)]
+    some = f"{' or '.join(layers)} or neighbours or (against_streamed and native and train)"
     sanitized = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", some, *files],

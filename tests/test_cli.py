@@ -158,7 +158,7 @@ REFUSED = [
     (NULL + "--out folder", "exists already"),
     (NULL + "--out ten.toml", "exists already"),
     (NULL + "--out ten.toml/run", "cannot be created (Not a directory)"),
-    (NULL + "--plugins nowhere.py", "there is no plugin"),
+    (NULL + "--plugins nowhere.py", "there is no file"),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
     ("train --task fashion_mnist --data-dir data", "expected an idx file"),

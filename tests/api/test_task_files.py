@@ -101,7 +101,7 @@ def test_a_run_of_a_registered_task_grows_it_by_its_settings(shared_run, capfd):
     [
         ("mine.py:tsk", "'tsk' does not exist, expected an esper.Task; did you mean 'task'"),
         ("mine.py:other", "'other' is of type int, expected an esper.Task"),
-        ("yours.py:task", "there is no plugin"),
+        ("yours.py:task", "there is no file"),
     ],
 )
 def test_a_name_that_is_no_task_is_refused(file, name, said, capfd):

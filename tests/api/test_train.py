@@ -88,7 +88,7 @@ def test_a_network_that_cannot_be_stacked_runs_one_by_one_with_the_reason(tmp_pa
         (None, {"ppo.lrr": 1e-3}, ConfigError, "unknown key ppo.lrr; did you mean 'lr'"),
         (None, {"reward": "objektive"}, ConfigError, "did you mean 'objective'"),
         ("digit", {}, RegistryError, "unknown task 'digit'; did you mean 'digits'"),
-        ("nowhere.py:task", {}, ConfigError, "there is no plugin"),
+        ("nowhere.py:task", {}, ConfigError, "there is no file"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_is_written(tmp_path, task, settings, error, said):

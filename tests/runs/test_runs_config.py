@@ -128,7 +128,12 @@ def test_a_value_that_is_missing_is_named():
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("rounds = \n", "not valid TOML"), ("\xff\xfe", "not valid TOML"), (None, "cannot be read"), ("", None)],
+    [
+        ("rounds = \n", "not valid TOML"),
+        ("\xff\xfe", r"not text in UTF-8 \(byte 0\)"),
+        (None, "cannot be read"),
+        ("", None),
+    ],
 )
 def test_a_file_that_is_no_toml_is_refused(tmp_path, content, said):
     file = tmp_path / "run.toml"

@@ -53,7 +53,7 @@ def test_a_plugin_that_fails_is_named_with_the_line(tmp_path, content, said):
 
 
 def test_plugins_that_are_missing_are_told_apart(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no plugin .*nowhere\.py"):
+    with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.py"):
         load_plugins([str(tmp_path / "nowhere.py")])
     with pytest.raises(ConfigError, match=r"there is no plugin module 'no_such_package\.inner'"):
         load_plugins(["no_such_package.inner"])

@@ -358,10 +358,20 @@ def grow(
             raise ConfigError(
                 f"best_of is {best_of}, but method {method!r} chooses the candidates itself; leave it out."
             )
-    elif budget.minutes or budget.flops or keep != "last" or unfinished or beside:
+    elif unused := [
+        name
+        for name, is_given in (
+            ("minutes", budget.minutes),
+            ("flops", budget.flops),
+            ("keep", keep != "last"),
+            ("beside", beside),
+            ("unfinished", unfinished),
+        )
+        if is_given
+    ]:
         raise ConfigError(
-            f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave minutes, "
-            f"FLOPs, keep, beside and unfinished out, or choose a method: {', '.join(METHODS)}."
+            f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave "
+            f"{' and '.join(map(option, unused))} out, or choose a method: {', '.join(METHODS)}."
         )
     elif "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
@@ -519,7 +529,7 @@ def _raced(
         growth.read(file)
         out.say(f"continued after step {growth.t} of {growth.steps}")
     out.say(growth.plan)
-    saved, progress = time.monotonic(), PassProgress(out, 100)
+    saved, progress = time.monotonic(), PassProgress(out, 100, percent=True)
     with progress, stop_signals() as stop:
         if file is not None:
             growth.write(file)

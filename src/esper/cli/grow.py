@@ -33,7 +33,8 @@ class Grow:
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "last"
-    """The network of the last step of a stage, or of the best step, by their validation scores. (last)"""
+    """The best network that a stage ended with, or that of the best step of the last stage, if it is better; by their
+    validation scores."""
     beside: Annotated[
         tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
         placeholder("NAME"),

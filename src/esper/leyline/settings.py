@@ -85,7 +85,7 @@ _KINDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": 'text in quotation marks, such as "cpu"',
-    "tuple_type": 'a list, such as ["r0c0", "r0c1"]',
+    "tuple_type": 'a list, such as ["r0c0", "r0c1"] or [0.9, 0.999]',
 }
 
 

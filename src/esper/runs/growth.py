@@ -601,7 +601,7 @@ class Growth:
                 raise ConfigError(
                     f"the budget holds {short(left)} FLOPs, too few for {counted(self.steps, 'step')} of "
                     f"{counted(len(self.rows), 'candidate')} ({short(least + self._measuring(costs))}); allow more "
-                    "minutes or FLOPs, or make steps shorter with batches_per_step."
+                    "minutes or FLOPs, or make the steps of a task of yours shorter with batches_per_step."
                 )
         self.end = stage_ends(self._until, self.steps, self.t)[0]
 
@@ -876,9 +876,15 @@ class Growth:
         most = f"at most {short(flops)} FLOPs" if flops else f"about {short(planned)} FLOPs"
         given, halved = self._config.batch_train, ""
         if self.batch < given:
-            halved = f", batches of {self.batch} instead of {given} examples, because the budget holds few"
-        planned_again = ", planned again where steps take longer or shorter" if self.budget.minutes else ""
-        return f"plan: {counted(self.steps, 'step')}, candidates {sizes}, {most}{halved}{planned_again}"
+            rate = self._task(self._config).optimizer.host_lr
+            halved = (
+                f", batches of {self.batch} instead of {given} examples, because the budget holds few (lr {rate:.2g})"
+            )
+        again = ", planned again where steps take longer or shorter" if self.budget.minutes else ""
+        steps = f"{'about ' * (len(self.stages) > 1)}{counted(self.steps, 'step')}"
+        if self._asked == "auto" and sizes == "1":
+            again += "; the budget is too small to compare candidates, so the network alone has all of it"
+        return f"plan: {steps}, candidates {sizes}, {most}{halved}{again}"
 
     @property
     def place(self) -> str:
@@ -920,7 +926,7 @@ class Growth:
         was, now = flat(found.key), flat(self.key)
         if changed := [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]:
             known = "; ".join(f"{name} {was.get(name)}, here {now.get(name)}" for name in changed[:3])
-            raise CheckpointError(f"{file} belongs to another growth ({known}); give the same, or name another file.")
+            raise CheckpointError(f"{file} belongs to another growth ({known}); give the same, or name another place.")
         for name in vars(found).keys() - {"key"}:
             setattr(self, name, getattr(found, name))
         self._prices = Prices(self._task(self._config), self._dataset, self._engine)

@@ -323,13 +323,22 @@ def _words(name: str, found: tuple[set[int], Mapping[str, Any]]) -> str:
 
 @final
 class PassProgress(_Display):
-    """Progress of a search or a comparison; a context manager around the work. A pass is an episode of all hosts.
+    """Progress of a search, a comparison or a growth; a context manager around the work.
+
+    A pass is an episode of all hosts, or a hundredth of a growth (`percent`).
 
     grid  pass 12/65 ━━━━━━━━━━━━╸━━━━━━━━━━━━ 0:14 eta 1:02
     """
 
-    def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stage, self._has_begun = "", False
+    def __init__(
+        self,
+        console: RunConsole,
+        passes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        percent: bool = False,
+    ) -> None:
+        self._stage, self._has_begun, self._percent = "", False, percent
         super().__init__(console, passes, 0, clock)
 
     def stage(self, name: str) -> None:
@@ -373,4 +382,5 @@ class PassProgress(_Display):
         return int(self._done + 1e-6)  # shares do not add up exactly
 
     def _about(self) -> tuple[str, str]:
-        return f"{self._stage}  pass {self._whole}/{self._total}", ""
+        done = f"{self._whole} %" if self._percent else f"pass {self._whole}/{self._total}"
+        return f"{self._stage}  {done}", ""

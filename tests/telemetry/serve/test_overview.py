@@ -69,7 +69,7 @@ def test_half_a_line_is_waited_for_and_a_damaged_one_counted(run):
     assert (read(row)["curve"], row.shown["warnings"]) == ([10.0, 20.0], [])
     metrics.write_text(text + "{broken\n")
     assert read(row)["curve"] == [10.0, 20.0]
-    assert "has 1 damaged lines" in row.shown["warnings"][0]
+    assert "has damaged lines, which are left out (1)" in row.shown["warnings"][0]
 
 
 def test_the_time_of_the_last_round_keeps_its_seconds(run):

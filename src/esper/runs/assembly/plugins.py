@@ -108,7 +108,7 @@ def _imported(name: str) -> ModuleType:
         sys.path.append(here)  # last, so that local files never shadow installed modules
     path = expanded(_parts(name)[0]).resolve()
     if is_file(name) and not path.is_file():
-        raise ConfigError(f"there is no plugin {path}; correct the path in plugins, or leave it out.")
+        raise ConfigError(f"there is no file {path}; correct the path of the task or plugin, or leave it out.")
     try:
         return _of_file(path) if is_file(name) else importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -86,6 +86,8 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(
             f"the configuration file {path} cannot be read ({error.strerror}); check the path."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration file {path} is not text in UTF-8 (byte {error.start}).") from error
     except ValueError as error:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Correct that line.") from error
 

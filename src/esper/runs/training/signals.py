@@ -11,7 +11,8 @@ from esper.leyline.ranks import group
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end that a system asks for, and that of the terminal."""
-_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
+_STOPPING = b"\nesper: stopping after this step"
+_AT_ONCE = b"; press Ctrl-C again to stop at once"
 
 
 @contextmanager
@@ -33,7 +34,9 @@ def stop_signals() -> Iterator[set[int]]:
             raise KeyboardInterrupt
         if not requested and group().is_first and (group().alone or number == signal.SIGINT):
             with suppress(OSError):  # of a terminal that was closed
-                os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+                os.write(
+                    2, _STOPPING + _AT_ONCE * (number == signal.SIGINT) + b"\n"
+                )  # Python streams are not safe in a signal handler
         requested.add(number)
 
     caught = [at for at in STOPS if at != signal.SIGHUP or signal.getsignal(at) is not signal.SIG_IGN]

@@ -604,7 +604,7 @@ class Lines:
 
     def warnings(self) -> list[str]:
         """What has been left out."""
-        lost = f"has {self._damaged} damaged lines, which were left out; restore it from a backup."
+        lost = f"has damaged lines, which are left out ({self._damaged}); restore it from a backup."
         link = "is not a regular file and was not read; restore the original."
         return [f"{self._path} {what}" for what, so in ((link, not self._is_file), (lost, self._damaged)) if so]
 

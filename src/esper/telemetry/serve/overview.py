@@ -152,7 +152,7 @@ class Row:
 
     def _known(self) -> Payload:
         known, damaged = not self.behind, self._damaged
-        lost = f"{self._run / METRICS} has {damaged} damaged lines, which were left out; restore it from a backup."
+        lost = f"{self._run / METRICS} has damaged lines, which are left out ({damaged}); restore it from a backup."
         return {
             **{name: self._settings.get(name) for name in (*_SETTINGS, "reward", "rounds", "config")},
             **{name: self._last.get(name) for name in _RESULTS},

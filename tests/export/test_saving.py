@@ -6,11 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import networks_to_save as nets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import networks_to_save as nets
 import tiny
 from esper.export.grown import Origin, state_of
 from esper.export.network import GrownNetwork, load

@@ -253,7 +253,7 @@ def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):
     of_step = STEP_MEASURED * grow("plain", steps=1).entries[0].flops
     growth, rich = grow("auto", flops=60 * of_step), grow("auto", flops=501 * of_step)
     assert (growth.batch, rich.batch) == (8, 16)  # 240 and 2,004 batches of 16; there are none below 8
-    assert growth.plan.endswith("batches of 8 instead of 16 examples, because the budget holds few")
+    assert growth.plan.endswith("batches of 8 instead of 16 examples, because the budget holds few (lr 0.0071)")
     assert "batches" not in rich.plan
     data, optimizer = growth._engine.executor.data, growth._engine.executor.data.population.optimizer_spec
     assert data.batch_train == 8

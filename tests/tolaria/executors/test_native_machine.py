@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tolaria.executors.native.executor import _values_of_bytes
 from esper.tolaria.executors.native.lowering import loop
-from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, stride_of
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, stride_of
 from esper.tolaria.executors.native.program import (
     LOCAL,
     NUM_WORKING,
@@ -27,7 +27,7 @@ INPUTS, LABELS, OUTPUTS, OUT_GRADS, IN_GRADS, KEYS, TOTALS, DOUBLED = range(NUM_
 
 def doubling(rows: int) -> Program:
     """Inputs [lanes, rows] are written as rows, and doubled into a space of rows of 32 lanes."""
-    a = Assembler(trainable=False)
+    a = Assembler()
     h = a.rows(rows)
     a.emit(Operation.LOAD, Place(INPUTS, 0, rows), h, sizes=(rows,))
     a.emit(Operation.AFFINE, h, Place(DOUBLED, 0, rows * 32), sizes=(rows,), numbers=(2.0, 0.0))
@@ -40,7 +40,7 @@ def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Te
     out, spaces = torch.zeros(hosts, rows, 32), Spaces(hosts, DOUBLED + 1)
     for space, tensor in ((INPUTS, x), (DOUBLED, out)):
         spaces.rows(space, tensor)
-    machine.run(Workload.of_each([programs[k] for k in which]), spaces, Batch(batch=lanes, numbers=rows))
+    machine.run(Workload.of_each([programs[k] for k in which]), spaces, batch=lanes, numbers=rows)
     return out
 
 
@@ -69,7 +69,7 @@ def test_fewer_examples_after_more_leave_nothing_behind():
 
 def squares(rows: int, unused: int) -> Program:
     """The sum of the squares of all inputs, in TOTALS."""
-    a = Assembler(trainable=False)
+    a = Assembler()
     h, y = a.rows(rows), a.rows(rows + unused)
     a.emit(Operation.LOAD, Place(INPUTS, 0, rows), h, sizes=(rows,))
     a.emit(Operation.AFFINE, h, y, sizes=(rows,), numbers=(1.0, 0.0))
@@ -139,7 +139,7 @@ def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program)
 
 def summing(rows: int) -> Program:
     """Inputs [lanes, rows] and two classes: the loss of logits that are the first two numbers is added to a total."""
-    a = Assembler(trainable=False)
+    a = Assembler()
     h = a.rows(rows)
     a.emit(Operation.LOAD, Place(INPUTS, 0, rows), h, sizes=(rows,))
     operands = Rows(h.first, 2), Place(LABELS, 0, 1), Place(TOTALS, 0, 3), None, a.rows(3)
@@ -254,7 +254,7 @@ def test_rows_in_use_never_overlap(wishes):
 
 
 def test_rows_are_used_again_after_the_last_instruction_that_names_them():
-    a = Assembler(trainable=False)
+    a = Assembler()
     x, y, z = a.rows(4), a.rows(4), a.rows(3)
     for source, target in ((x, y), (y, z)):
         a.emit(Operation.ACTIVATE, source, target, sizes=(3,))
@@ -265,7 +265,7 @@ def test_rows_are_used_again_after_the_last_instruction_that_names_them():
 
 
 def test_only_rows_that_wait_for_other_chunks_have_a_place_for_each_chunk():
-    a = Assembler(trainable=True)
+    a = Assembler()
     x, y, z = a.rows(6), a.rows(6), a.rows(6)
     numbers = a.numbers(2)
     a.emit(Operation.ACTIVATE, x, y, sizes=(6,))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
-from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import clipped_step
 from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Place
 
@@ -31,11 +31,11 @@ def run(spec, steps, spaces, rate_factor=1.0):
     """Run steps of (rate, [(row, size)], whether the mask decides what decays)."""
     factor = torch.tensor([rate_factor], dtype=DOUBLE)
     spaces.share(FACTOR, factor)
-    a = Assembler(trainable=True)
+    a = Assembler()
     for rate, rows, masked in steps:
         mask = Place(DECAY, 0, HOST_SIZE) if masked else None
         clipped_step(a, spec, rate, Place(FACTOR, 0, 1), [(space_of(row), size) for row, size in rows], mask)
-    Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, Batch(batch=1))
+    Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, batch=1)
 
 
 class Row:

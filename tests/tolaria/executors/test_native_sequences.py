@@ -17,7 +17,7 @@ from esper.kasmina.parameters.layout import Template
 from esper.tolaria.executors.native.compare import by_instructions, disagreement, gradient_like
 from esper.tolaria.executors.native.lowering import KEYS, Constants, Lowering
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
-from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place
+from esper.tolaria.executors.native.program import NUM_WORKING, Operation, Place
 from esper.tolaria.executors.native.sequences import dropout, pass_keys
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 
@@ -298,13 +298,13 @@ def test_dropout_agrees_with_pytorch(shape, p):
 def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
     hosts, moment, slots = torch.tensor([5, 9]), Moment(run_seed=2**40 + 3, episode=4, t=6), (3, 1, 3)
     x, p, sums = torch.randn(50, 6, dtype=torch.float64), 0.4, torch.zeros(2, 3, 6, dtype=torch.float64)
-    low = Lowering(Assembler(False), False, Constants(0))
+    low = Lowering(trainable=False, constants=Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     for k, low.slot in enumerate(slots):
         dropped = dropout(low, value, p, False)
         low.emit(Operation.SPREAD_BACKWARD, dropped.rows, Place(KEYS + 1, 6 * k, 6), sizes=(6,))
-    work, spaces = Workload.of_each([low.a.program()] * 2), Spaces(2, KEYS + 2)
+    work, spaces = Workload.of_each([low.program()] * 2), Spaces(2, KEYS + 2)
     work.chunk[:] = 16
     keys = pass_keys(moment, hosts, low.masks, 3, each=5)
     spaces.rows(KEYS, keys)
@@ -320,11 +320,11 @@ def test_masks_go_on_from_batch_to_batch_and_each_slot_counts_its_own():
 
 
 def test_a_pass_with_too_few_keys_does_not_run():
-    low = Lowering(Assembler(False), False, Constants(0))
+    low = Lowering(trainable=False, constants=Constants(0))
     value = low.make(6)
     low.emit(Operation.LOAD, Place(NUM_WORKING, 0, 6), value.rows, sizes=(6,))
     dropout(low, value, 0.5, False)
-    work, spaces, keys = Workload.of_each([low.a.program()]), Spaces(1, KEYS + 1), torch.zeros(1, 2, dtype=torch.int64)
+    work, spaces, keys = Workload.of_each([low.program()]), Spaces(1, KEYS + 1), torch.zeros(1, 2, dtype=torch.int64)
     spaces.rows(KEYS, keys)
     examples = Examples(torch.zeros(50, 6), torch.zeros(50, dtype=torch.int64), None, batch=20, keys_each=1)
     with pytest.raises(IndexError, match="DROP"):

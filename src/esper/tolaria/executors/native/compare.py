@@ -16,8 +16,8 @@ from esper.leyline.errors import in_words
 # rules register themselves
 from esper.tolaria.executors.native import convolutions, functions, normalizations, pooling, rules, sequences  # noqa: F401
 from esper.tolaria.executors.native.lowering import Constants, Lowering, Weight, run_graph
-from esper.tolaria.executors.native.machine import Batch, Machine, Spaces, Workload
-from esper.tolaria.executors.native.program import NUM_WORKING, Assembler, Operation, Place, Rows
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
+from esper.tolaria.executors.native.program import NUM_WORKING, Operation, Place, Rows
 from esper.tolaria.executors.native.trace import NoRuleError, trace
 
 _INPUTS, _LABELS, _OUTPUTS, _OUT_GRADS, _IN_GRADS, _KEYS, _VALUES, _GRADS, _BUFFERS, _CONSTANTS = range(
@@ -84,7 +84,7 @@ def by_instructions(
         NoRuleError: something has no rule.
     """
     floats = x.is_floating_point()
-    low = Lowering(Assembler(training), training, Constants(_CONSTANTS))
+    low = Lowering(trainable=training, constants=Constants(_CONSTANTS))
     if training:
         low.emit(Operation.CLEAR, Place(_GRADS, 0, len(row)))
     h = low.make(*x.shape[1:])
@@ -115,12 +115,11 @@ def by_instructions(
     spaces = Spaces(1, NUM_WORKING + len(tensors))
     for space, tensor in tensors.items():
         spaces.share(space, tensor)
-    work = Workload.of_each([low.a.program()])
+    work = Workload.of_each([low.program()])
     if chunk is not None:
         work.chunk[:] = chunk
-    Machine(dtype=dtype).run(
-        work, spaces, Batch(batch=len(x), numbers=h.size, outputs_each=y.size, keys_each=len(low.masks))
-    )
+    sizes = {"numbers": h.size, "outputs_each": y.size, "keys_each": len(low.masks)}
+    Machine(dtype=dtype).run(work, spaces, batch=len(x), **sizes)
     if not training:
         return Outcome(outputs, None, None, buffers)
     return Outcome(outputs, input_grads if floats else None, weight_grads, buffers)

@@ -47,7 +47,7 @@ def _convolve(low: Lowering, x: Value, w: Weight, b: Weight | None, y: Value, si
     def backward(g: Rows) -> None:
         if low.trains(w, b):
             # a frozen weight with a trained bias: the gradient of the weight goes where nobody reads it
-            place, operands = low.grad_of(w) or low.a.numbers(w.size), (g, x.rows) if back else (x.rows, g)
+            place, operands = low.grad_of(w) or low.numbers(w.size), (g, x.rows) if back else (x.rows, g)
             low.emit(Operation.CONVOLVE_WEIGHT_GRAD, *operands, place, low.grad_of(b), sizes=sizes, flag=linear)
         low.into(x, lambda grad: emit(not back, g, None, grad))
 

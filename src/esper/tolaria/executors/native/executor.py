@@ -10,7 +10,6 @@ as among others. Hosts with a blueprint without a rule are run as in the streame
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple, final
 
 import numpy as np
@@ -26,7 +25,7 @@ from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.losses import CrossEntropy, Loss, TracedLoss, loss_of
-from esper.tolaria.executors.native.machine import Batch, Examples, Machine, Spaces, Workload, working_numbers
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import (
     NOTHING,
     NUM_FIELDS,
@@ -154,7 +153,7 @@ class NativeExecutor(NetworkExecutor):
             step = Workload.of_each([self._networks.step(code.tobytes()) for code in codes[others]])
             for x_NB, y_NB in batches:
                 totals += torch.stack(train(x_NB, y_NB), dim=1)
-                self._machine.run(step, spaces.of(others), Batch(batch=1))
+                self._machine.run(step, spaces.of(others), batch=1)
         stored, keys = self._as_stored(batches, loss), self._keys(work, ours, len(batches))
         if keys is not None:
             spaces.rows(Space.KEYS, keys, hosts=ours)
@@ -223,26 +222,28 @@ class NativeExecutor(NetworkExecutor):
         for number, (x_NB, y_NB) in enumerate(batches):
             x, y = (of[chosen].contiguous() for of in (x_NB.float(), y_NB))
             spaces.rows(Space.INPUTS, x)
-            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel(), first=number, keys_each=keys)
+            sizes = {"batch": x.shape[1], "numbers": x[0, 0].numel(), "first": number, "keys_each": keys}
             if loss is not None:
                 y = loss.stored(y)
                 spaces.rows(Space.LABELS, y)
-                self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
+                self._machine.run(work, spaces, **sizes, labels_each=y[0, 0].numel())
                 continue
             for k, n in enumerate(ours.tolist()):
-                self._train_by_pytorch_loss(work.part(k), spaces.of(np.array([k])), batch, y[k], totals[n])
+                self._train_by_pytorch_loss(work.part(k), spaces.of(np.array([k])), sizes, y[k], totals[n])
 
-    def _train_by_pytorch_loss(self, work: Workload, spaces: Spaces, batch: Batch, y: Tensor, totals: Tensor) -> None:
+    def _train_by_pytorch_loss(
+        self, work: Workload, spaces: Spaces, sizes: dict[str, int], y: Tensor, totals: Tensor
+    ) -> None:
         """A host on a batch: outputs, their loss and its gradient in PyTorch, and the rest of the program."""
-        outputs = torch.empty(batch.batch, *self._networks.outputs)
+        outputs = torch.empty(sizes["batch"], *self._networks.outputs)
         spaces.rows(Space.OUTPUTS, outputs[None])
-        batch = replace(batch, outputs_each=outputs[0].numel())
-        self._machine.run(work.begun(), spaces, batch)
+        sizes = sizes | {"outputs_each": outputs[0].numel()}
+        self._machine.run(work.begun(), spaces, **sizes)
         scores = self.data.objective.scores(outputs.requires_grad_(), y)
         loss = scores.loss * mean_factor(scores.weight.sum())
         (grads,) = torch.autograd.grad(loss.sum(), outputs)
         spaces.rows(Space.OUT_GRADS, grads[None].contiguous())
-        self._machine.run(work.rest(), spaces, replace(batch, goes_on=True))
+        self._machine.run(work.rest(), spaces, **sizes, goes_on=True)
         totals += torch.stack([of.detach().sum(dtype=torch.float64) for of in scores])
 
     def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
@@ -305,17 +306,17 @@ class NativeExecutor(NetworkExecutor):
             y = y[chosen] if each else y.expand(1, *y.shape)
             place = spaces.rows if each else spaces.share
             place(Space.INPUTS, x)
-            batch = Batch(batch=x.shape[1], numbers=x[0, 0].numel())
+            sizes = {"batch": x.shape[1], "numbers": x[0, 0].numel()}
             if loss is not None:
                 y = loss.stored(y)
                 place(Space.LABELS, y)
-                self._machine.run(work, spaces, replace(batch, labels_each=y[0, 0].numel()))
+                self._machine.run(work, spaces, **sizes, labels_each=y[0, 0].numel())
                 continue
             for k, states in enumerate(distinct):
                 outputs = torch.empty(1, x.shape[1], states, *self._networks.outputs)
                 own = spaces.of(np.array([k]))
                 own.rows(Space.OUTPUTS, outputs)
-                self._machine.run(work.part(k), own, replace(batch, outputs_each=outputs[0, 0].numel()))
+                self._machine.run(work.part(k), own, **sizes, outputs_each=outputs[0, 0].numel())
                 for state in range(states):
                     scores = objective.scores(outputs[0, :, state], y[k if each else 0])
                     totals[k, state] += torch.stack([of.sum(dtype=torch.float64) for of in scores])

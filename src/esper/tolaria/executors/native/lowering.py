@@ -164,20 +164,18 @@ def _loop(dims: Dims, *strides: Dims) -> tuple[int, ...]:
 
 
 @final
-@dataclass
-class Lowering:
-    """Writes the instructions of graphs into an assembler.
+@dataclass(kw_only=True)
+class Lowering(Assembler):
+    """Writes the instructions of graphs.
 
     Attributes:
         trainable: a backward pass will follow. constants: numbers that all hosts share, and their space.
-        slot: the number of whose random numbers masks of dropout are made (`Draws`). masks: slot of each mask so far.
+        slot: the number of whose random numbers masks of dropout are made (`Draws`).
     """
 
-    a: Assembler
     trainable: bool
     constants: "Constants"
     slot: int = 0
-    masks: list[int] = field(default_factory=list)
     needs: bool = True
     """Whether gradients are enabled in the part of the graph that is being written."""
     _tape: list[tuple[Value, Backward]] = field(default_factory=list)
@@ -188,13 +186,6 @@ class Lowering:
     _spread: dict[tuple[Place, Place | None], Value] = field(default_factory=dict)
 
     # -- for rules -----------------------------------------------------------------------------------------------------
-
-    def emit(
-        self, operation: Operation, *operands: Rows | Place | None, sizes: tuple[int, ...] = (), flag: int = 0,
-        numbers: tuple[float, ...] = (),
-    ) -> None:  # fmt: skip
-        """Append an instruction; an operand that is None becomes a null pointer."""
-        self.a.emit(operation, *operands, sizes=sizes, flag=flag, numbers=numbers)
 
     def refuse(self, why: str) -> NoRuleError:
         """The error of a rule that cannot do something."""
@@ -242,7 +233,7 @@ class Lowering:
         """New rows, at least one: kernels and the placement of rows do not expect none."""
         if count < 1:
             raise self.refuse("a tensor without numbers")
-        return self.a.rows(count)
+        return super().rows(count)
 
     def like(self, x: Value, shape: Dims | None = None) -> Value:
         """New rows with the shape of another value, or another one whose examples lie along the same axis."""
@@ -365,9 +356,8 @@ class Lowering:
             self.emit(Operation.SPREAD, place, rows, sizes=(rows.size,))
             found = Value(rows, shape, axis=None)
             if grad is not None and self.trainable:
-                found = self.leaf(
-                    found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=(rows.size,))
-                )  # fmt: skip
+                sizes = (rows.size,)
+                found = self.leaf(found, lambda g: self.emit(Operation.SPREAD_BACKWARD, g, grad, sizes=sizes))
             self._spread[place, grad] = found
         return found if found.shape == shape else self.view(found, shape, None)
 

@@ -160,25 +160,6 @@ class Examples:
         return ExamplesStruct(*pointers, *sizes, *image, self.own_labels, each, self.first, keys_each=self.keys_each)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A batch that lies in the spaces of the hosts.
-
-    Attributes:
-        batch: examples. numbers: of an input. labels_each, outputs_each: labels and outputs of an example.
-        first: number of the batch in its pass. goes_on: whether programs go on behind their barrier.
-        keys_each: as of `Examples`.
-    """
-
-    batch: int
-    numbers: int = 0
-    labels_each: int = 0
-    outputs_each: int = 0
-    first: int = 0
-    goes_on: bool = False
-    keys_each: int = 0
-
-
 def working_numbers(programs: Sequence[Program], lanes: int, numbers_gathered: int) -> dict[str, int]:
     """How many numbers of working memory these programs need on batches of `lanes` examples, by purpose."""
     stride = stride_of(lanes)
@@ -320,17 +301,16 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def run(self, work: Workload, spaces: Spaces, batch: Batch) -> None:
-        """Execute each host's program once, on a batch that lies in its spaces already.
+    def run(self, work: Workload, spaces: Spaces, *, batch: int, **sizes: int) -> None:
+        """Execute each host's program once, on `batch` examples that lie in its spaces already.
 
-        Working memory is added here.
+        `sizes`: `numbers` of an input; `labels_each` and `outputs_each` of an example; `first`, the number of the batch
+        in its pass; `keys_each` as of `Examples`; and whether the program `goes_on` behind its barrier.
 
-        Raises:
-            IndexError: an instruction does not fit its memory.
-            ValueError: see `Workload.check_batch`.
+        Raises IndexError if an instruction does not fit its memory, and ValueError as `Workload.check_batch`.
         """
-        work.check_batch(batch.batch)
-        self._run(work, spaces, ExamplesStruct(**vars(batch)))
+        work.check_batch(batch)
+        self._run(work, spaces, ExamplesStruct(batch=batch, **sizes))
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
         """Execute each host's program on every batch of the examples, which become its first two spaces."""

@@ -180,7 +180,8 @@ class Networks:
         with ThreadPoolExecutor(2) as pool:  # they are compiled side by side, if they are not yet
             list(pool.map(cached_library, (torch.float32, torch.float64)))
         try:
-            self._host = _host_graphs(p, example)
+            spec, what = getattr(p.host_module, "spec", p.host_module), f"graphs {p.host_module.execution_order()}"
+            self._host = once(spec, self._inputs, what, lambda: graphs_of(p.host_kind, example))
         except NoRuleError as error:
             raise ConfigError(
                 f"compiled C++ cannot run the host: {error}; set executor to 'fused' or 'streamed'."
@@ -215,7 +216,7 @@ class Networks:
 
     def _lowering(self, *, trainable: bool) -> Lowering:
         slot = self._population.num_slots  # of the host itself, as `Population.host_draws` counts
-        return Lowering(Assembler(trainable), trainable, self.constants, slot)
+        return Lowering(trainable=trainable, constants=self.constants, slot=slot)
 
     def _write_training(self, code: bytes, loss: Loss | None) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes. No loss: PyTorch computes it."""
@@ -237,13 +238,13 @@ class Networks:
                 low.give(outputs, grad)
         low.backward()
         self._step(low, seeds)
-        return low.a.program(low.masks)
+        return low.program()
 
     def _write_step(self, code: bytes) -> Program:
         """The optimizer step alone, for a host whose gradients PyTorch has computed."""
         low = self._lowering(trainable=True)
         self._step(low, self._active(code))
-        return low.a.program()
+        return low.program()
 
     def _write_measuring(
         self, code: bytes, sets: bytes, count: int, loss: Loss | None
@@ -266,7 +267,7 @@ class Networks:
             for k, value in enumerate(distinct):
                 place = Place(Space.OUTPUTS, k * value.size, value.size)
                 low.emit(Operation.STORE, value.rows, place, sizes=(value.size, len(distinct) * value.size))
-        return low.a.program(), tuple(state_of[id(value)] for value in outputs)
+        return low.program(), tuple(state_of[id(value)] for value in outputs)
 
     def _forward(self, low: Lowering, seeds: Mapping[str, ActiveSeed], states: Sequence[State]) -> list[Value]:
         x = low.make(*self._inputs)
@@ -294,11 +295,11 @@ class Networks:
         """A host is clipped by the norm of its gradient, a seed together with its gate."""
         optimizer, total = self._optimizer, self._host.parameters.total
         rate, decay = Place(Space.RATE, 0, 1), Place(Space.DECAY, 0, total)
-        clipped_step(low.a, optimizer, optimizer.host_lr, rate, [(Space.HOST, total)], decay)
+        clipped_step(low, optimizer, optimizer.host_lr, rate, [(Space.HOST, total)], decay)
         for seed in seeds.values():
             if seed.trainable:
                 rate = Place(Space.RATE, 1 + seed.s, 1)
-                clipped_step(low.a, optimizer, optimizer.seed_lr, rate, self._rows_of(seed), None)
+                clipped_step(low, optimizer, optimizer.seed_lr, rate, self._rows_of(seed), None)
 
     def _active(self, code: bytes) -> dict[str, ActiveSeed]:
         seeds = {}
@@ -350,23 +351,6 @@ NOTHING: Final = -1
 """A slot where nothing runs, in a structure code."""
 CACHED_PROGRAMS: Final = 2048
 """Programs of each kind in the cache: each takes some tens of kilobytes, and a few milliseconds to write."""
-
-
-_HOSTS: Final = 16
-"""Hosts whose graphs are kept."""
-_hosts: dict[tuple[int, tuple[str, ...], tuple[int, ...]], tuple[object, Graphs]] = {}
-
-
-def _host_graphs(population: Population, example: Tensor) -> Graphs:
-    """`graphs_of` the host, found once for each architecture."""
-    host = population.host_module
-    spec = getattr(host, "spec", host)
-    key = id(spec), host.execution_order(), tuple(example.shape[1:])
-    if key not in _hosts:
-        if len(_hosts) >= _HOSTS:
-            _hosts.pop(next(iter(_hosts)))
-        _hosts[key] = spec, graphs_of(population.host_kind, example)  # the id stays unique while the spec is kept
-    return _hosts[key][1]
 
 
 def _known(kind: Kind, h: Tensor) -> Graphs:

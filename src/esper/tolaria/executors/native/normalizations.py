@@ -49,8 +49,8 @@ def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, va
     of_x = x.rows, _place(w), _place(b)
     stats: tuple[Place, ...] = ()
     if training:
-        stats = low.a.numbers(channels), low.a.numbers(channels)
-        low.a.normalizes(x.features, groups=channels)
+        stats = low.numbers(channels), low.numbers(channels)
+        low.normalizes(x.features, groups=channels)
     operation = Operation.BATCH_NORM if training else Operation.BATCH_NORM_FIXED
     low.emit(operation, *of_x, *running, *stats, y.rows, residual, **options)
 
@@ -60,7 +60,7 @@ def _batch_norm(low: Lowering, given: Any, weight: Any, bias: Any, mean: Any, va
         grads = low.rows(x.size) if apart else g, low.grad_of(w), low.grad_of(b)
         of_y = None if other is None else y.rows
         if training:
-            low.emit(Operation.BATCH_NORM_BACKWARD, *of_x, *stats, low.a.numbers(2 * channels), g, of_y, *grads,
+            low.emit(Operation.BATCH_NORM_BACKWARD, *of_x, *stats, low.numbers(2 * channels), g, of_y, *grads,
                      **options)  # fmt: skip
         else:
             low.emit(Operation.BATCH_NORM_FIXED_BACKWARD, *of_x, *running, g, of_y, *grads, **options)
@@ -127,7 +127,7 @@ def _normalize(low: Lowering, x: Value, groups: Dims, weight: Any, bias: Any, sh
     low.emit(Operation.GROUP_NORM, *of_x, y.rows, sizes=groups, flag=function, numbers=numbers)
     if not low.trains(x, w, b, gamma):
         return y
-    after = *(low.grad_of(of) for of in (w, b, gamma)), low.a.scratch(weights * 3 * WIDEST)
+    after = *(low.grad_of(of) for of in (w, b, gamma)), low.scratch(weights * 3 * WIDEST)
     options: dict[str, Any] = {"sizes": groups, "flag": function, "numbers": numbers}
     return low.leaf(y, low.in_place(x, Operation.GROUP_NORM_BACKWARD, *of_x, after=after, **options))
 
@@ -139,7 +139,7 @@ def _group_norm(low: Lowering, x: Any, groups: int, weight: Any = None, bias: An
         raise low.refuse("features whose first axis is not that of the examples")
     channels = x.shape[1]
     if x.leads:
-        low.a.normalizes(x.features, groups=groups)
+        low.normalizes(x.features, groups=groups)
     sizes = x.dims[0] * groups, channels // groups, x.size // (x.dims[0] * channels), groups
     return _normalize(low, x, sizes, weight, bias, (channels,), eps, **after)
 

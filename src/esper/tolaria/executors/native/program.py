@@ -11,7 +11,6 @@ of a host's spaces. Spaces get their addresses when a program runs, so hosts of 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -133,12 +132,11 @@ class Program:
             )
 
 
-@final
 @dataclass
 class Assembler:
-    """Writes a program. `trainable`: a backward pass will follow."""
+    """Writes a program. `masks`: the slot of each mask of dropout so far."""
 
-    trainable: bool
+    masks: list[int] = field(default_factory=list)
     _code: list[tuple[object, ...]] = field(default_factory=list)
     _begins: list[int] = field(default_factory=lambda: [0])
     _numbers: int = 0
@@ -185,11 +183,11 @@ class Assembler:
         if math.prod(shape) == groups:
             self._single = shape
 
-    def program(self, masks: Sequence[int] = ()) -> Program:
+    def program(self) -> Program:
         """The program written so far."""
         code = np.array(self._code, dtype=INSTRUCTION)
         rows, local = place_rows(code, np.array(self._begins))
-        return Program(code, rows, local, self._numbers, self._scratch, self._single, tuple(masks))
+        return Program(code, rows, local, self._numbers, self._scratch, self._single, tuple(self.masks))
 
 
 @final

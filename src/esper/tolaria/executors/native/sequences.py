@@ -113,7 +113,7 @@ def _attend(low: Lowering, q: Any, k: Any, v: Any, mask: Any, causal: bool, scal
     stats = low.rows(2 * heads * queries) if trains else None
     # rows of q, k, v, y; or of q, k, v, g and three gradients, and a number for each query
     packed = (2 * queries + 2 * keys) * size if not trains else ((3 * queries + 4 * keys) * size + queries)
-    scratch = low.a.scratch(packed * WIDEST)
+    scratch = low.scratch(packed * WIDEST)
     options: dict[str, Any] = {"sizes": sizes, "flag": int(causal) + 2 * own_masks, "numbers": numbers}
     low.emit(Operation.ATTEND, q.rows, k.rows, v.rows, place, masks, y.rows, stats, scratch, **options)
 

@@ -280,8 +280,7 @@ class Layout:
 
     def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
         """One column per head, padded to the longest."""
-        columns: Tensor = values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
-        return columns
+        return values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
 
 
 @tensor_dataclass
@@ -334,8 +333,7 @@ def _columns(per_row: Tensor) -> Tensor:
 
 def _restored(columns: Tensor, like: Tensor) -> Tensor:
     """[V, R] as [*R, V]; `like` is the legality [*R, 6, S]."""
-    rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
-    return rows
+    return columns.t().unflatten(0, like.shape[:-2])
 
 
 def _decide(

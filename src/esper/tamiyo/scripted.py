@@ -47,12 +47,10 @@ class Stateless:
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
         """Nothing."""
-        del episode, hosts
         return NoMemory()
 
     def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
         """Nothing."""
-        del step
         return memory
 
 
@@ -86,7 +84,6 @@ class ScriptedPolicy(Generic[M]):
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """The script's actions for all hosts; changes no state."""
-        del deterministic
         actions = self._decided(obs) if is_own(self.script) else self.script.decide(obs, self._memory)
         return replace(self._blank, actions=actions)
 
@@ -124,7 +121,6 @@ class ScriptedPolicy(Generic[M]):
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
         """Zeros."""
-        del obs
         return self._blank.value
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:

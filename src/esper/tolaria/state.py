@@ -175,22 +175,19 @@ class StepReport:
     @property
     def decided(self) -> np.ndarray:
         """Hosts [N] whose row of this step is valid."""
-        decided: np.ndarray = ~np.isnan(self.reward)
-        return decided
+        return ~np.isnan(self.reward)
 
     @property
     def total_params(self) -> np.ndarray:
         """Parameters of host and all seeds after the step [N]."""
-        total: np.ndarray = self.host_params + self.params.sum(axis=1)
-        return total
+        return self.host_params + self.params.sum(axis=1)
 
     @property
     def committed_params(self) -> np.ndarray:
         """Parameters [N] of the fossils in `committed_acc`, which is measured before the op of this step."""
         _, to, cause = self.op_moves
         new = (cause != 0) & (to == SeedStage.FOSSILIZED)
-        measured: np.ndarray = (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
-        return measured
+        return (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +244,7 @@ class RolloutStats:
     @property
     def growth(self) -> np.ndarray:
         """(host + fossilized parameters) / host parameters."""
-        ratio: np.ndarray = 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
-        return ratio
+        return 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
 
 
 def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:

@@ -50,8 +50,7 @@ class NormShift(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, ...] -> [B, ...]."""
-        shifted: Tensor = self.gain(self.norm(h) - h)
-        return shifted
+        return self.gain(self.norm(h) - h)
 
 
 class Positions(nn.Module):
@@ -99,8 +98,7 @@ class CausalAttention(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
         else:
             mixed = self.dropout.attend(q, k, v)
-        mapped: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return mapped
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 @final

@@ -200,8 +200,7 @@ class Host(nn.Module, ABC):
 
     def collected(self, result: Any) -> Tensor:  # noqa: ANN401
         """What `forward` gives where the network returns `result`: outputs [B, ...] as an objective takes them."""
-        outputs: Tensor = result
-        return outputs
+        return result
 
 
 @runtime_checkable

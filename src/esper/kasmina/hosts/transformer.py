@@ -91,8 +91,7 @@ class Layer(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         h = h + self.dropout1(self.attention(self.norm1(h)))
-        out: Tensor = h + self.dropout2(self.down(F.gelu(self.up(self.norm2(h)))))
-        return out
+        return h + self.dropout2(self.down(F.gelu(self.up(self.norm2(h)))))
 
 
 @final
@@ -143,8 +142,7 @@ class TransformerHost(Host):
             h = layer(h)
             if i in self.slot_after:
                 h = apply(self.slot_after[i], h)
-        logits: Tensor = self.output(self.norm(h))
-        return logits
+        return self.output(self.norm(h))
 
 
 def _dropout(p: float) -> nn.Module:

@@ -200,8 +200,7 @@ class Dropout(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention with dropped weights, [B * G, heads, T, D / heads] each -> the same."""
-        mixed: Tensor = _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
-        return mixed
+        return _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
 
 
 _QUERIES = 32
@@ -227,8 +226,7 @@ class _DroppedAttention(torch.autograd.Function):
             mixed[:, first:end] = torch.bmm(weights * mask.to(weights.dtype), v[:, :end])
             kept += [weights, mask]
         ctx.save_for_backward(q, k, v, *kept)
-        scaled: Tensor = mixed.mul_(dropout.scale).unflatten(0, lead)
-        return scaled
+        return mixed.mul_(dropout.scale).unflatten(0, lead)
 
     @staticmethod
     @once_differentiable

@@ -187,8 +187,7 @@ class _BoundModule:
 
     def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- the arguments of the module
         """Run the module with the bound tensors."""
-        out: Tensor = self.module(*args)
-        return out
+        return self.module(*args)
 
 
 @final

@@ -387,8 +387,7 @@ class Vmapped(nn.Module):
             draw_for(inner, ours[0].draws.of(host[None]))
         arguments = (x, *map(_together, functions))
         # each path of a tied weight is given
-        out: Tensor = torch.func.functional_call(self.single, {**shared, **tensors}, arguments, tie_weights=False)
-        return out
+        return torch.func.functional_call(self.single, {**shared, **tensors}, arguments, tie_weights=False)
 
     def train(self, mode: bool = True) -> "Vmapped":
         """Set the mode, also of the module that runs."""
@@ -427,8 +426,7 @@ def _together(apply: Apply) -> Apply:
     """The slots inside `torch.vmap`."""
 
     def together(slot_id: str, h: Tensor) -> Tensor:
-        out: Tensor = _Together.apply(partial(apply, slot_id), h)  # type: ignore[no-untyped-call]
-        return out
+        return _Together.apply(partial(apply, slot_id), h)  # type: ignore[no-untyped-call]
 
     return together
 

@@ -58,8 +58,7 @@ def _images(low: Lowering, x: Any) -> Value:
     x = low.leading(x)
     if len(x.features) != 3:
         raise low.refuse(f"images of shape {x.features}")
-    found: Value = x
-    return found
+    return x
 
 
 def _pair(x: int | Sequence[int]) -> tuple[int, int]:

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from esper.cpp import build
-from esper.cpp.build import compiler, fingerprint, load
-from esper.cpp.cache import cache_folder
+from esper.cpp.build import cache_folder, compiler, fingerprint, load
 from esper.leyline.errors import ConfigError
 
 ANSWER = 'extern "C" int answer() { return %d; }'

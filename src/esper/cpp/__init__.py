@@ -1,1 +1,1 @@
-"""Our C++: the sources, how they are compiled (`build.py`), and where libraries are cached (`cache.py`)."""
+"""Our C++: the sources, how they are compiled and where libraries are cached (`build.py`)."""

@@ -203,14 +203,9 @@ template <class T, class Use> void with_function(int kind, const double* number,
 
 // The same of those that can be part of a normalization.
 template <class T, class Use> void with_simple_function(int kind, const double* number, Use use) {
-    const T a = T(number[0]), b = T(number[1]);
-    switch (kind) {
-        case RELU: return use(Of_RELU<T>{a, b, T(0)});
-        case HARDTANH: return use(Of_HARDTANH<T>{a, b, T(0)});
-        case SILU: return use(Of_SILU<T>{a, b, T(0)});
-        case HARDSWISH: return use(Of_HARDSWISH<T>{a, b, T(0)});
-        default: return use(Of_IDENTITY<T>{a, b, T(0)});
-    }
+    with_function<T>(kind, number, [&](auto f) {
+        if constexpr (decltype(f)::function <= HARDSWISH) use(f);
+    });
 }
 
 // The same of vectors. Lanes of a vector are handled in memory where a function is more than a comparison.

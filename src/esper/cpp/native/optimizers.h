@@ -6,24 +6,27 @@
 
 namespace esper {
 
-// Sum of squares, in double precision because rows are long; added to `sum`, or overwriting it.
-template <class T> void square_norm(int64_t count, const T* grad, bool add, T* sum) {
-    double squares = add ? double(*sum) : 0.0;
+// n = {numbers}: the sum of squares, in double precision because rows are long; flag: added to what is there.
+template <class T> void run_SQUARE_NORM(const Call<T>& c) {
+    const int64_t count = c.n[0];
+    const T* grad = c.p[0];
+    double squares = c.flag ? double(*c.p[1]) : 0.0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < count; ++i) squares += double(grad[i]) * double(grad[i]);
-    *sum = T(squares);
+    *c.p[1] = T(squares);
 }
 
-// The factor that limits the norm to `most`.
-template <class T> T clip_factor(T squares, T most) {
-    const T factor = most / (std::sqrt(squares) + T(1e-6));
-    return factor > T(1) ? T(1) : factor;
+// A sum of squares becomes the factor that limits the norm to number[0].
+template <class T> void run_CLIP(const Call<T>& c) {
+    const T factor = T(c.number[0]) / (std::sqrt(*c.p[0]) + T(1e-6));
+    *c.p[0] = factor > T(1) ? T(1) : factor;
 }
 
 template <class T> struct Rates {
     T rate, decay, first, second, epsilon;  // momentum is `first`
-
-    Rates times(T factor) const { return {rate * factor, decay, first, second, epsilon}; }
+    explicit Rates(const Call<T>& c)
+        : rate(T(c.number[0]) * *c.p[0]), decay(T(c.number[1])), first(T(c.number[2])), second(T(c.number[3])),
+          epsilon(T(c.number[4])) {}
 };
 
 // g := factor g + decay w;  m := mu m + g;  w := w - rate m. `mask` (null: none) marks the elements that decay.
@@ -56,19 +59,12 @@ void adamw(int64_t count, bool coupled, Rates<T> r, T factor, const T* grad, con
     }
 }
 
-template <class T> Rates<T> rates_of(const Call<T>& c) {
-    const double* r = c.number;
-    return Rates<T>{T(r[0]), T(r[1]), T(r[2]), T(r[3]), T(r[4])}.times(*c.p[0]);
-}
-
 // n = {weights}
-template <class T> void run_SQUARE_NORM(const Call<T>& c) { square_norm<T>(c.n[0], c.p[0], c.flag, c.p[1]); }
-template <class T> void run_CLIP(const Call<T>& c) { *c.p[0] = clip_factor<T>(*c.p[0], T(c.number[0])); }
 template <class T> void run_SGD(const Call<T>& c) {
-    sgd<T>(c.n[0], rates_of(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5]);
+    sgd<T>(c.n[0], Rates<T>(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5]);
 }
 template <class T> void run_ADAMW(const Call<T>& c) {
-    adamw<T>(c.n[0], c.flag, rates_of(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5], c.p[6], c.template as<int64_t>(7));
+    adamw<T>(c.n[0], c.flag, Rates<T>(c), *c.p[1], c.p[2], c.p[3], c.p[4], c.p[5], c.p[6], c.template as<int64_t>(7));
 }
 
 }  // namespace esper

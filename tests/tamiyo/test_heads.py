@@ -202,14 +202,15 @@ def test_decisions_agree_with_a_scalar_reference():
     actions, log_prob, entropy = (
         torch.tensor(column) for column in zip(*(scalar_decision(case, n) for n in range(300)), strict=True)
     )
-    assert torch.equal(out.actions, actions)
+    assert torch.equal(drawn, actions)
     torch.testing.assert_close(out.log_prob, log_prob, atol=2e-6, rtol=0)
     torch.testing.assert_close(out.entropy, entropy, atol=2e-6, rtol=0)
 
 
 def test_the_available_entropy_is_that_of_the_union_over_all_legal_ops_and_slots():
     case = Case(12, 200)
-    out = case.evaluate(case.sample().actions)
+    actions = case.sample().actions
+    out = case.evaluate(actions)
     for n in range(200):
         legal, has_gate = case.legal[n].tolist(), case.has_gate[n].tolist()
         for head in Head:
@@ -217,7 +218,7 @@ def test_the_available_entropy_is_that_of_the_union_over_all_legal_ops_and_slots
             for op, slot in itertools.product(range(6), range(NUM_SLOTS)):
                 if legal[op][slot] and op in HEADS[head].used_by:
                     union |= allowed(op, slot, legal, has_gate)[head]
-            logits, want = given(case.logits, head, out.actions[n, SLOT])[n].tolist(), 0.0
+            logits, want = given(case.logits, head, actions[n, SLOT])[n].tolist(), 0.0
             if len(union) > 1:
                 p = softmax(logits, [value in union for value in range(len(logits))])
                 want = -sum(q * math.log(q) for q in p if q > 0) / math.log(len(union))

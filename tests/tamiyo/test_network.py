@@ -270,12 +270,13 @@ def test_a_state_that_is_not_finite_does_not_survive_a_reset():
 def test_the_first_policy_mostly_waits_and_is_uniform_otherwise_and_the_first_value_is_small():
     network = new_network(7)
     rollout = Rollout(network)
-    heads, values = rollout.evaluate(network, rollout.act(network)["actions"])
+    actions = rollout.act(network)["actions"]
+    heads, values = rollout.evaluate(network, actions)
     available = heads.available.clone()
     available[..., Head.OP] = False
     assert (heads.entropy_avail[available] > 0.999).all()
     # an op with bias b has probability e^b, divided by the sum of that over the legal ops
-    op, log_p = heads.actions[..., Head.OP], heads.log_prob[..., Head.OP]
+    op, log_p = actions[..., Head.OP], heads.log_prob[..., Head.OP]
     biases = torch.tensor(OP_BIASES)
     total = (biases.exp() * rollout.legal.any(-1)).sum(-1)
     want = biases[op] - total.log()

@@ -28,8 +28,7 @@ def tensor_dataclass(cls: type[R]) -> type[R]:
     return made
 
 
-_PLAIN_INITS: set[Callable[..., None]] = set()
-"""Constructors that only store their arguments."""
+_PLAIN_INITS: set[Callable[..., None]] = set()  # constructors that only store their arguments
 
 
 def replace(rec: R, **changes: Any) -> R:  # noqa: ANN401 -- mirrors dataclasses.replace
@@ -120,9 +119,12 @@ _DTYPES = {"bool": torch.bool, "int64": torch.int64}
 
 def blank(kind: type[R], sizes: Mapping[str, int], device: torch.device) -> R:
     """Zeros in the shapes and dtypes of the annotations, with the axes in `sizes`."""
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         annotation: Any = field.type
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            values[field.name] = blank(annotation, sizes, device)
+            continue
         shape = [sizes[axis] if axis in sizes else int(axis) for axis in annotation.dim_str.split()]
         dtype = next((d for name, d in _DTYPES.items() if name in annotation.dtypes), torch.float32)
         values[field.name] = torch.zeros(shape, dtype=dtype, device=device)
@@ -185,14 +187,9 @@ def rows_of(tree: Mapping[str, Tensor], num_envs: int, hosts: Sequence[int], own
     return part
 
 
-def tensors_by_name(rec: object) -> dict[str, Tensor]:
-    """The tensors of a dataclass by dotted path."""
-    return dict(named_tensors(rec))
-
-
 def restored(rec: R, tree: Mapping[str, Tensor], owner: str) -> R:
     """`rec` with the tensors of `tree`, which must have the same names and shapes; raises CheckpointError."""
-    check_same_shapes(tree, tensors_by_name(rec), owner)
+    check_same_shapes(tree, dict(named_tensors(rec)), owner)
     return _filled(rec, tree)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, is_own
-from esper.leyline.lifecycle import NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.lifecycle import NUM_HEADS, LifecycleOp
 from esper.leyline.messages import (
     ActResult,
     EngineSpec,
@@ -45,7 +45,6 @@ from esper.leyline.tensor_dataclass import (
     replace,
     restored,
     tensor_dataclass,
-    tensors_by_name,
     tree_map,
     with_prefix,
 )
@@ -97,19 +96,11 @@ PolicyFunction = Callable[[PolicyInputs, bool], PolicyOutput]
 
 def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
     """Inputs of empty slots where only WAIT is legal, to compile with."""
-    sizes, width = {"N": n, "S": slots}, feature_dim(slots)
-    legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
-    legal[:, LifecycleOp.WAIT] = True
-    return PolicyInputs(
-        t=torch.ones((), dtype=torch.int64, device=device),
-        slots=blank(SlotState, sizes, device),
-        hosts=blank(HostState, sizes, device),
-        legal=legal,
-        uniforms=torch.zeros(n, NUM_HEADS, device=device),
-        hidden=network.initial_hidden(n, device),
-        reset=torch.zeros(n, dtype=torch.bool, device=device),
-        statistics=Frozen(shift=torch.zeros(width, device=device), spread=torch.ones(width, device=device)),
-    )
+    sizes = {"N": n, "S": slots, "L": network.num_layers, "H": network.state_width, "*D": feature_dim(slots)}
+    inputs = blank(PolicyInputs, sizes, device)
+    inputs.legal[:, LifecycleOp.WAIT] = True
+    inputs.statistics.spread.fill_(1.0)
+    return replace(inputs, t=inputs.t + 1)
 
 
 @final
@@ -131,16 +122,7 @@ class PolicyStep(nn.Module):
         heads = sample_heads(
             out.logits, inputs.legal, inputs.slots.has_gate, self.selectable, inputs.uniforms, deterministic
         )
-        act = ActResult(
-            actions=heads.actions,
-            log_prob=heads.log_prob,
-            op_prob=heads.op_prob,
-            constrained=heads.constrained,
-            value=out.value,
-            hidden=out.hidden,
-            raw_features=raw,
-            features=features,
-        )
+        act = ActResult(**vars(heads), value=out.value, hidden=out.hidden, raw_features=raw, features=features)
         return PolicyOutput(act=act, blueprint_index=blueprint_index, forced=forced(inputs.legal))
 
 
@@ -184,23 +166,18 @@ class _WithReward:
 
     @property
     def terms(self) -> Sequence[str]:
-        """Names of the columns of a breakdown."""
         return self.reward.terms
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
-        """The state of the reward at the start of an episode."""
         return self.reward.initial_state(n, slots, steps, device)
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
-        """Reward one step."""
         return checked_step(self.reward, inputs, state) if self._is_own else self.reward.step(inputs, state)
 
     def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
-        """[N]: reward of the last row of a host that is rolled back now."""
         return self.reward.rollback_reward(state)
 
     def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
-        """The state of the reward for hosts that are rolled back."""
         return self.reward.reset_hosts(state, mask)
 
 
@@ -390,7 +367,7 @@ class SimicClient(_WithReward):
         counters = (self.updates, agent.schedule_position, agent.failed_updates)
         state = {
             **self.policy(),
-            **with_prefix("optimizer", tensors_by_name(agent.optimizer)),
+            **with_prefix("optimizer", dict(named_tensors(agent.optimizer))),
             **with_prefix("returns", agent.returns.state_dict()),
             "counters": torch.tensor(counters),
         }
@@ -427,7 +404,7 @@ class SimicClient(_WithReward):
         carried = {
             "episode": torch.tensor(self._episode),
             "hosts": self._hosts.clone(),
-            **tensors_by_name(self.hidden),
+            **dict(named_tensors(self.hidden)),
             "reset": self._reset_N.clone(),
         }
         return with_prefix("rollout", {**carried, **with_prefix("buffer", self.buffer.state_dict())})
@@ -448,7 +425,6 @@ def _rows(hidden: Hidden, block: slice) -> Hidden:
 
 
 def _of_block(inputs: PolicyInputs, block: slice) -> PolicyInputs:
-    """The inputs of some hosts."""
     if block == slice(0, len(inputs.reset)):
         return inputs
     hosts = {name: getattr(inputs, name)[block] for name in ("legal", "uniforms", "reset")}
@@ -457,7 +433,6 @@ def _of_block(inputs: PolicyInputs, block: slice) -> PolicyInputs:
 
 
 def _joined_blocks(parts: Sequence[PolicyOutput]) -> PolicyOutput:
-    """The outputs of all hosts."""
     first, *others = parts
     if not others:
         return first

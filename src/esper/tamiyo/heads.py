@@ -140,8 +140,7 @@ def _relevance(device: torch.device) -> Bool[Tensor, "6 8"]:
 
 
 MIN_RELATIVE = -80.0
-_FAR_BELOW = 3e38
-"""Added to the logits of masked values, so that none is the largest."""
+_FAR_BELOW = 3e38  # added to the logits of masked values, so that none is the largest
 Logits = tuple[Float[Tensor, "..."], ...]
 """Of each head, in the order of `HEADS`: [*R, S] of the slot, [*R, 6] of the operation, and [*R, S, size] of the other
 heads, whose values are chosen given the slot; slot 0 for WAIT, which reads none."""
@@ -162,14 +161,13 @@ class SampledHeads:
 
 @tensor_dataclass
 class HeadsOutput:
-    """Actions evaluated under the current policy.
+    """Stored actions evaluated under the current policy.
 
     `entropy` of each head is given the op and slot of `actions`; `entropy_avail` is over all values possible for some
     legal op and slot. Both are divided by ln(number of choices): in [0, 1], 0 where there is no choice. `choice`: the
     head has two or more values for the op and slot of `actions`; `available`: for some legal op and slot.
     """
 
-    actions: Int[Tensor, "*R 8"]
     log_prob: Float[Tensor, "*R 8"]
     entropy: Float[Tensor, "*R 8"]
     entropy_avail: Float[Tensor, "*R 8"]
@@ -232,7 +230,6 @@ def evaluate_heads(
     log_prob, index = _log_prob(rows, decision, layout)
     log_prob = log_prob.masked_fill(decision.mask.gather(0, index) == 0.0, torch.nan)
     return HeadsOutput(
-        actions=_restored(decision.actions, legal),
         log_prob=_restored(log_prob, legal),
         entropy=_restored(entropy, legal),
         entropy_avail=_restored(entropy_avail, legal),
@@ -327,7 +324,6 @@ def _columns_of(logits: Logits, legal: Tensor, selectable: Tensor) -> _Given:
 
 
 def _columns(per_row: Tensor) -> Tensor:
-    """[*R, 8] as [8, R]."""
     return per_row.flatten(0, -2).t()
 
 

@@ -18,7 +18,7 @@ from esper.leyline.errors import ConfigError, EsperError, in_words, is_own
 from esper.leyline.lifecycle import HEAD_NAMES, NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.lifecycle import canonical_action as canonical_action
 from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
-from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
+from esper.leyline.tensor_dataclass import StateTree, blank, named_tensors, replace, restored, tensor_dataclass
 
 M = TypeVar("M")
 
@@ -69,18 +69,9 @@ class ScriptedPolicy(Generic[M]):
 
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Restart the script."""
-        n = hosts.shape[0]
         self._memory = self.script.begin(episode, hosts)
-        self._blank = ActResult(
-            actions=torch.zeros(n, NUM_HEADS, dtype=torch.int64, device=hosts.device),
-            log_prob=torch.zeros(n, NUM_HEADS, device=hosts.device),
-            op_prob=torch.full((n, NUM_OPS), torch.nan, device=hosts.device),
-            constrained=torch.zeros(n, NUM_HEADS, dtype=torch.bool, device=hosts.device),
-            value=torch.zeros(n, device=hosts.device),
-            hidden=self.initial_hidden(n),
-            raw_features=torch.zeros(n, 0, device=hosts.device),
-            features=torch.zeros(n, 0, device=hosts.device),
-        )
+        self._blank = blank(ActResult, {"N": len(hosts), "D": 0, "L": 1, "H": 0}, hosts.device)
+        self._blank.op_prob.fill_(torch.nan)
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """The script's actions for all hosts; changes no state."""
@@ -132,7 +123,7 @@ class ScriptedPolicy(Generic[M]):
 
     def state_dict(self) -> StateTree:
         """The script's memory."""
-        return tensors_by_name(self._memory)
+        return dict(named_tensors(self._memory))
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""

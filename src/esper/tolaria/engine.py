@@ -23,7 +23,7 @@ from esper.leyline.architecture import Architecture, architecture_arrays
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import SeedStage
 from esper.leyline.messages import ActResult, ClientProtocol, EngineSpec, KeptNetwork, Measurements, Observation
-from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
+from esper.leyline.tensor_dataclass import StateTree, below, named_tensors, replace, restored, rows_of, with_prefix
 from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
@@ -360,7 +360,7 @@ class VectorizedEngine:
     def _state_of_hosts(self) -> StateTree:
         """The memory of the engine itself, not copies."""
         self.apply_structure()
-        control, executor = tensors_by_name(self.state), self.executor.state_dict()
+        control, executor = dict(named_tensors(self.state)), self.executor.state_dict()
         return {**with_prefix("control", control), **with_prefix("executor", executor)}
 
     def load_state_dict(self, state: StateTree, client: ClientProtocol) -> None:

@@ -14,7 +14,7 @@ from esper.kasmina.rules.lifecycle import FossilMemory, OpEffects, TickEffects, 
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import NUM_OPS, Head, SeedStage
 from esper.leyline.messages import HostState, KeptNetwork, RewardOutput, SlotState
-from esper.leyline.tensor_dataclass import numbers, replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import blank, numbers, replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorState, GovernorVerdict
@@ -63,24 +63,15 @@ def initial_state(
     device: torch.device,
 ) -> ParallelEnvState:
     """N fresh hosts with empty slots."""
-    slots = empty_slots(num_envs, num_slots, device)
-    zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
-    tally = Tally(
-        returns=torch.zeros(num_envs, dtype=torch.float64, device=device),
-        last_reward=torch.full((num_envs,), torch.nan, device=device),
-        ops=torch.zeros(num_envs, NUM_OPS, dtype=torch.int64, device=device),
-        refused=zeros,
-        rollbacks=zeros,
-        flags=torch.zeros(num_envs, 2, dtype=torch.int64, device=device),
-        replaced=torch.zeros(num_envs, dtype=torch.bool, device=device),
-    )
+    slots, tally = empty_slots(num_envs, num_slots, device), blank(Tally, {"N": num_envs, "O": NUM_OPS}, device)
+    missing = torch.full((num_envs,), torch.nan, device=device)
     return ParallelEnvState(
         slots=slots,
         hosts=new_hosts(num_envs, host_params, device),
         governor=governor,
         memory=memory_of(slots),
         reward=reward,
-        tally=tally,
+        tally=replace(tally, returns=tally.returns.double(), last_reward=missing),
         stopped=torch.zeros(num_envs, dtype=torch.bool, device=device),
     )
 
@@ -315,6 +306,10 @@ def step_outputs(
         "row_marked": tally.replaced,
         "stopped": state.stopped,
     }
+    return _stacked(values)
+
+
+def _stacked(values: Mapping[str, Tensor]) -> Stacks:
     alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     for name, value in values.items():
         alike.setdefault((value.shape, value.dtype), []).append(name)
@@ -361,34 +356,13 @@ def rollout_stats(
     instance: Mapping[str, np.ndarray],
 ) -> RolloutStats:
     """The statistics of an episode: the one read of a round."""
-    slots, hosts, tally = state.slots, state.hosts, state.tally
-    returns, (val_acc, committed_acc, committed_loss, compute), counts, others, ops, flags, end, alpha, subsets = (
-        host_read(
-            tally.returns,
-            torch.stack((hosts.val_acc, kept.accuracy, kept.loss, kept.compute)),
-            torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
-            torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
-            tally.ops,
-            tally.flags,
-            torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
-            slots.alpha,
-            subset_acc,
-        )
-    )
-    return RolloutStats(
-        episode=episode,
-        returns=returns,
-        val_acc=val_acc,
-        committed_acc=committed_acc,
-        committed_loss=committed_loss,
-        compute=compute,
-        **dict(zip(("fossilized", "contributing", "germinated", "pruned"), counts, strict=True)),
-        **dict(zip(("rollbacks", "refused", "fossil_params", "host_params"), others, strict=True)),
-        ops=ops,
-        **dict(zip(("stage", "blueprint", "algorithm"), end, strict=True)),
-        flags=flags,
-        alpha=alpha,
-        subset_acc=subsets,
-        cost=cost,
-        instance=instance,
-    )
+    stacks = _stacked({
+        **{name: getattr(state.tally, name) for name in ("returns", "rollbacks", "refused", "ops", "flags")},
+        **{name: getattr(state.hosts, f"n_{name}") for name in ("fossilized", "contributing", "germinated", "pruned")},
+        **{name: getattr(state.slots, name) for name in ("stage", "blueprint", "algorithm", "alpha")},
+        **{name: getattr(kept, name) for name in ("fossil_params", "host_params", "compute")},
+        "val_acc": state.hosts.val_acc, "committed_acc": kept.accuracy, "committed_loss": kept.loss,
+        "subset_acc": subset_acc,
+    })  # fmt: skip
+    arrays = unstacked(stacks, host_read(*stacks.values()))
+    return RolloutStats(episode=episode, **arrays, cost=cost, instance=instance)

@@ -89,7 +89,8 @@ def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
     log_ratio = _log_ratio(x)
     ratio, advantages = log_ratio.exp(), x.advantages[..., None]
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    used, decided = _used(x), x.valid & ~x.forced
+    decided = x.valid & ~x.forced
+    used, available = x.causal & decided[..., None], x.available & decided[..., None]
     weight = torch.where(x.forced, forced_weight, 1.0) * x.valid
     causal, choices = x.causal & x.valid[..., None], used & x.choice
     change = log_ratio.detach() * causal
@@ -99,8 +100,8 @@ def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
         surrogate=_sum_per_head(surrogate, used),
         entropy=_sum_per_head(x.entropy, used),
         used=_count_per_head(used, x.entropy),
-        available=_sum_per_head(x.entropy_avail, _open(x)),
-        open=_count_per_head(_open(x), x.entropy),
+        available=_sum_per_head(x.entropy_avail, available),
+        open=_count_per_head(available, x.entropy),
         value=(weight * (x.values - x.returns).square()).sum(),
         value_weight=weight.sum(),
         divergence=(change.exp() - 1.0 - change).sum(),
@@ -183,14 +184,6 @@ NUM_SUMS = sum(shape.numel() for shape in _SHAPES.values())
 
 def _log_ratio(x: LossInputs) -> Tensor:
     return (x.log_prob - x.old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _used(x: LossInputs) -> Tensor:
-    return x.causal & (x.valid & ~x.forced)[..., None]
-
-
-def _open(x: LossInputs) -> Tensor:
-    return x.available & (x.valid & ~x.forced)[..., None]
 
 
 def _sum_per_head(values: Tensor, mask: Tensor) -> Tensor:

@@ -237,16 +237,6 @@ class PPOAgent:
     failed_updates: int = 0
 
 
-@tensor_dataclass
-class MinibatchResult:
-    """The next optimizer state and the metrics of a minibatch."""
-
-    optimizer: AdamState
-    metrics: Float[Tensor, " M"]
-    kl_sum: Float[Tensor, ""]
-    kl_weight: Float[Tensor, ""]
-
-
 def run_ppo_updates(
     agent: PPOAgent,
     buffer: TamiyoRolloutBuffer,
@@ -334,13 +324,9 @@ def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> tuple[LossInput
     logits, values = agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, batch.reset)
     heads = evaluate_heads(logits, batch.legal, batch.has_gate, agent.selectable, batch.actions)
     inputs = LossInputs(
-        log_prob=heads.log_prob,
+        **vars(heads),
         old_log_prob=batch.log_probs,
-        entropy=heads.entropy,
-        entropy_avail=heads.entropy_avail,
         causal=relevance(batch.effective_op) & batch.valid[..., None],
-        choice=heads.choice,
-        available=heads.available,
         advantages=batch.advantages,
         values=values,
         returns=batch.returns,
@@ -365,7 +351,7 @@ def _run_epochs(
     device, number = buffer.rollout.valid.device, min(config.num_minibatches, ranks.num_envs)
     stopped, rows = torch.zeros((), dtype=torch.bool, device=device), list[Tensor]()
     for epoch in torch.arange(1, config.update_epochs + 1, device=device).unbind(0):
-        t, results = 1 + len(rows) // (number + 1), list[MinibatchResult]()
+        t, found = 1 + len(rows) // (number + 1), list[tuple[Tensor, Tensor, Tensor]]()
 
         def order(block: int, size: int, t: int = t) -> Tensor:
             of = torch.tensor([block], device=device)
@@ -373,13 +359,12 @@ def _run_epochs(
 
         for hosts in ranks.minibatches(order, number):
             batches = [buffer.sequences(of_block) if len(of_block) else None for of_block in hosts]
-            first = not rows and not results
-            results.append(_train_minibatch(agent, batches, config, weights, lr, stopped, ranks, first=first))
-            agent.optimizer = results[-1].optimizer
-        weight = torch.stack([result.kl_weight for result in results]).sum()
-        kl = torch.stack([result.kl_sum for result in results]).sum() / weight
+            first = not rows and not found
+            found.append(_train_minibatch(agent, batches, config, weights, lr, stopped, ranks, first=first))
+        of_minibatches, divergences, decisions = zip(*found, strict=True)
+        kl = torch.stack(divergences).sum() / torch.stack(decisions).sum()
         exceeded = kl > KL_STOP_FACTOR * config.target_kl
-        rows += [result.metrics for result in results]
+        rows += of_minibatches
         of_epoch = {"approx_kl": kl, "epochs_done": epoch.to(kl.dtype)}
         known = {name: torch.where(stopped, torch.nan, value) for name, value in of_epoch.items()}
         rows.append(metric_row({**known, "stopped_early": exceeded}))
@@ -423,8 +408,11 @@ def _train_minibatch(
     ranks: Ranks,
     *,
     first: bool,
-) -> MinibatchResult:
-    """Loss, gradient and a masked optimizer step, from the rows of the hosts of each own block."""
+) -> tuple[Float[Tensor, " M"], Float[Tensor, ""], Float[Tensor, ""]]:
+    """Loss, gradient and a masked optimizer step, from the rows of the hosts of each own block.
+
+    Returns the metrics, and the KL divergence as a sum over steps with their number, which are 0 without a step.
+    """
     changes, own = [torch.zeros((), device=stopped.device)], list[Tensor | None]()
     for batch in batches:
         if batch is None:
@@ -439,27 +427,19 @@ def _train_minibatch(
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     finite = losses.total.detach().isfinite() & norm.isfinite()
     takes = finite & ~stopped & (sums.valid > 0)
-    difference, optimizer = adam_step(
-        clip_by_norm(gradient, norm, config.max_grad_norm),
-        agent.optimizer,
-        takes,
-        lr=lr,
-        betas=config.adam_betas,
-        eps=config.adam_eps,
+    clipped = clip_by_norm(gradient, norm, config.max_grad_norm)
+    difference, agent.optimizer = adam_step(
+        clipped, agent.optimizer, takes, lr=lr, betas=config.adam_betas, eps=config.adam_eps
     )
     subtract_(list(agent.network.parameters()), difference)
-    steps = sums.valid.to(torch.float64)
-    return MinibatchResult(
-        optimizer=optimizer,
-        metrics=minibatch_row(
-            sums,
-            {**{f"{name}_loss": x for name, x in vars(losses).items()}, "grad_norm": norm},
-            ran=~stopped,
-            finite_logits=found[-1] == 0,
-            finite=finite,
-            takes=takes,
-            change=ranks.largest(torch.stack(changes).amax()) if first else None,
-        ),
-        kl_sum=torch.where(takes, approx_kl(sums) * steps, 0.0),
-        kl_weight=torch.where(takes, steps, 0.0),
+    metrics = minibatch_row(
+        sums,
+        {**{f"{name}_loss": x for name, x in vars(losses).items()}, "grad_norm": norm},
+        ran=~stopped,
+        finite_logits=found[-1] == 0,
+        finite=finite,
+        takes=takes,
+        change=ranks.largest(torch.stack(changes).amax()) if first else None,
     )
+    steps = torch.where(takes, sums.valid.to(torch.float64), 0.0)
+    return metrics, torch.where(takes, approx_kl(sums) * steps, 0.0), steps

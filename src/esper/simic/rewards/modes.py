@@ -415,7 +415,6 @@ def contribution_terms(x: TargetRow, credit: Credit) -> dict[str, Tensor]:
 
 
 def _action(x: TargetRow) -> Tensor:
-    """Cost or bonus of the operation."""
     hasty = x.is_op(LifecycleOp.ADVANCE) * x.in_stage(SeedStage.TRAINING)
     return (
         x.w["advance_from_training_penalty"] * hasty

@@ -130,13 +130,7 @@ def reward_step(
     config: RewardConfig,
     kernel: Kernel = compute_reward_batched,
 ) -> tuple[RewardOutput, RewardState]:
-    """Reward one step of all hosts; a refused operation counts as WAIT.
-
-    Args:
-        inputs: slots and hosts before the op, and the outcome of op and tick.
-        state: the value returned by the previous step of the episode, or `ContributionReward.initial_state`.
-        config: mode and numbers.
-        kernel: eager or compiled.
+    """Reward one step of all hosts; a refused operation counts as WAIT. `kernel` is eager or compiled.
 
     Returns:
         The reward in the dtype of `hosts.val_acc`, and the state for the next step.
@@ -301,17 +295,8 @@ class ContributionReward:
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
         """Carried state at the start of an episode of `steps` steps."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        return RewardState(
-            escrow=zeros(n, slots),
-            ledger=zeros(n, slots, steps if self.config.mode in CONTRIBUTION_MODES else 0),
-            deferred_scale=zeros(n, slots),
-            prev_alpha=zeros(n, slots),
-            prev_params=zeros(n, slots),
-        )
+        sizes = {"N": n, "S": slots, "E": steps if self.config.mode in CONTRIBUTION_MODES else 0}
+        return tree_map(Tensor.double, blank(RewardState, sizes, device))
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Reward one step."""

@@ -29,7 +29,6 @@ from esper.leyline.tensor_dataclass import (
     lift,
     named_tensors,
     tensor_dataclass,
-    tensors_by_name,
     tree_map,
     with_prefix,
 )
@@ -237,6 +236,6 @@ class TamiyoRolloutBuffer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         check_same_shapes(state, self.state_dict(), "rollout buffer")
-        copy_into(tensors_by_name(self.rollout), below(_IN_CHECKPOINTS, state), "rollout buffer")
+        copy_into(dict(named_tensors(self.rollout)), below(_IN_CHECKPOINTS, state), "rollout buffer")
         self._lengths = state["lengths"].tolist()
         self._normalized = bool(state["normalized"])

@@ -13,7 +13,7 @@ import pytest
 
 from esper.cpp import build
 from esper.cpp.build import cache_folder, compiler, fingerprint, load
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, read_in_a_shell
 
 ANSWER = 'extern "C" int answer() { return %d; }'
 
@@ -68,6 +68,16 @@ def test_it_is_compiled_once_and_kept_for_its_owner_alone(cache, source):
     assert cache.stat().st_mode & 0o777 == 0o700
     assert answer_of(source) == 42
     assert only(cache).stat().st_mtime_ns == made
+
+
+def test_a_command_says_that_it_compiles(cache, source, capsys):
+    answer_of(source)
+    assert capsys.readouterr().err == ""
+    only(cache).unlink()
+    with read_in_a_shell():
+        answer_of(source)
+        answer_of(source)
+    assert capsys.readouterr().err == "esper: compiling the test for this machine, once\n"
 
 
 def test_everything_it_is_made_of_is_in_its_name(tmp_path):

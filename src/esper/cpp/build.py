@@ -14,15 +14,17 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 from typing import TypeVar
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, in_shell
 from esper.leyline.files import sync_file
+from esper.leyline.ranks import group
 
 _SOURCES = Path(__file__).parent
 _OPTIONS = (
@@ -68,7 +70,14 @@ def load(
         options = (*_OPTIONS, *options, *long, *shlex.split(os.environ.get("ESPER_CXXFLAGS", "")))
         name = f"{path.stem}-{fingerprint(command, target, options, path.parent)}"
         build = [*command, *options, str(path), "-o"]
-        with library(cache_folder(), name, lambda draft: _output([*build, str(draft)])) as built:
+
+        def make(draft: Path) -> None:
+            if in_shell() and group().is_first:
+                with suppress(OSError):  # of a terminal that was closed
+                    print(f"esper: compiling {what} for this machine, once", file=sys.stderr, flush=True)
+            _output([*build, str(draft)])
+
+        with library(cache_folder(), name, make) as built:
             return bind(built)
     except _CompilerError as error:
         raise ConfigError(f"{command[0]} could not compile {what} ({error}); {alternative}.") from error

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -26,6 +27,13 @@ def test_classes_give_cross_entropy_with_as_many_classes_as_outputs():
     objective = own_task().spec.objective
     assert (objective.num_classes, objective.unit) == (3, "accuracy")
     assert objective.blind_loss == pytest.approx(math.log(3))
+
+
+def test_a_task_goes_to_another_process():
+    task = own_task()
+    again = pickle.loads(pickle.dumps(task))
+    assert repr(again) == repr(task)
+    assert torch.equal(again.spec.load(None, 0).train.x, task.spec.load(None, 0).train.x)
 
 
 def test_classes_may_have_names():

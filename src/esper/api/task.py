@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, final
 
 import numpy as np
@@ -27,7 +28,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Inputs, LastBatch, applied, inputs_of
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_arrays, stored
 from esper.tasks.losses import (
     LEAST,
@@ -275,7 +276,7 @@ class Task:
             description=f"{len(dataset.train):,} examples of the user's.",
             family=host.family,
             host=host,
-            load=lambda data_dir, run_seed: dataset,
+            load=partial(_given, dataset),
             enabled=enabled,
             proposed=slots is None,
             objective=objective,
@@ -306,6 +307,11 @@ def register_task(task: Task | TaskSpec) -> Task | TaskSpec:
     """Give a task its name for commands and `esper.train`; raises RegistryError if the name is taken."""
     registry.register_task(task.spec if isinstance(task, Task) else task)
     return task
+
+
+def _given(dataset: Dataset, data_dir: Path | None, run_seed: int) -> Dataset:
+    """The data that are there, whatever folder and seed; a task with a lambda could not be pickled."""
+    return dataset
 
 
 def _stored(examples: Mapping[str, Examples | None], inputs: Inputs | None, batch: int) -> dict[str, Stored]:

@@ -89,7 +89,8 @@ def blend(
     `alpha` is 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1]; None for a hidden seed.
     """
     others = (None if x is None else x.to(h.dtype) for x in (alpha, gate))
-    return _Blend.apply(h, delta.to(h.dtype), algorithm, *others)  # type: ignore[no-untyped-call]
+    blended: Tensor = _Blend.apply(h, delta.to(h.dtype), algorithm, *others)  # type: ignore[no-untyped-call]
+    return blended
 
 
 @final

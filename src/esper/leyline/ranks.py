@@ -129,7 +129,8 @@ class Group:
         self._exchange(lambda: dist.broadcast_object_list(found))
         if found[1] is not None:
             raise found[1]
-        return found[0]
+        result: T = found[0]
+        return result
 
     def all_gather(self, own: Tensor) -> list[Tensor]:
         """The tensors of all ranks, of one shape, in their order."""

@@ -76,6 +76,7 @@ class ExploreThenCommit:
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Worths:
         """Nothing is known."""
+        del episode
         worth = torch.full((len(hosts), len(self._numbers)), math.nan, device=hosts.device)
         return Worths(worth=worth, tried=torch.zeros_like(worth, dtype=torch.bool))
 
@@ -134,6 +135,7 @@ class WaitOnly(Stateless):
 
     def decide(self, obs: Observation, memory: NoMemory) -> Int[Tensor, "N 8"]:
         """WAIT."""
+        del memory
         return self._wait.expand(obs.num_envs, -1).clone()
 
 
@@ -176,6 +178,7 @@ class UniformRandom:
 
     def remember(self, memory: Draws, step: StoredStep) -> Draws:
         """Unchanged: draws are keyed by the step."""
+        del step
         return memory
 
 

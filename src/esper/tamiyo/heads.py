@@ -277,7 +277,8 @@ class Layout:
 
     def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
         """One column per head, padded to the longest."""
-        return values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
+        columns: Tensor = values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
+        return columns
 
 
 @tensor_dataclass
@@ -329,7 +330,8 @@ def _columns(per_row: Tensor) -> Tensor:
 
 def _restored(columns: Tensor, like: Tensor) -> Tensor:
     """[V, R] as [*R, V]; `like` is the legality [*R, 6, S]."""
-    return columns.t().unflatten(0, like.shape[:-2])
+    rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
+    return rows
 
 
 def _decide(

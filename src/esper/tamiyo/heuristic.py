@@ -124,6 +124,7 @@ class Heuristic:
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> HeuristicMemory:
         """No prunes; the rotation starts at its first blueprint."""
+        del episode
         zeros = torch.zeros_like(hosts)
         return HeuristicMemory(prune_count=zeros[:, None].expand(-1, self._num_blueprints).clone(), rotation=zeros)
 

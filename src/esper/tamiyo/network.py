@@ -60,7 +60,8 @@ def lstm_sequence(
     recurrent_weight: Float[Tensor, "G H"],
 ) -> Float[Tensor, "N T H"]:
     """H' of every step from the state (h0, c0), which `reset[:, 0]` may zero; differentiable once."""
-    return _Sequence.apply(gates_x, h0, c0, reset, recurrent_weight)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _Sequence.apply(gates_x, h0, c0, reset, recurrent_weight)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 _BLOCK = 2**17
@@ -265,7 +266,8 @@ class TamiyoNetwork(nn.Module):
 
     def _of_slots(self, state: Float[Tensor, "N _"]) -> Float[Tensor, "N_S H"]:
         """The recurrent state with a row for each slot."""
-        return state.unflatten(-1, (self.num_slots, -1)).flatten(0, 1)
+        rows: Tensor = state.unflatten(-1, (self.num_slots, -1)).flatten(0, 1)
+        return rows
 
     def _layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.core if isinstance(layer, RecurrentLayer)]
@@ -277,7 +279,8 @@ class TamiyoNetwork(nn.Module):
         own = slots.unflatten(-1, (self.num_slots, -1)) * (blueprint_index >= 0).to(features.dtype)[..., None]
         places = self._places.expand(*own.shape[:-1], -1)
         known = torch.cat((own, held, places), dim=-1)
-        return self.projection(self.norm(self.slot_net(known) + self.host_net(host)[..., None, :]).relu())
+        x: Tensor = self.projection(self.norm(self.slot_net(known) + self.host_net(host)[..., None, :]).relu())
+        return x
 
     def _decode(self, x: Float[Tensor, "*R S H"]) -> tuple[Logits, Tensor]:
         """Logits of each head, and the value."""

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import read_json, replacing
@@ -112,7 +112,8 @@ def _model(title: str, /, **fields: Any) -> Any:  # noqa: ANN401 -- pydantic's t
     """A table that has these fields and no others."""
     strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     pairs: dict[str, Any] = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()}
-    return create_model(title, __config__=strict, **pairs)
+    model: type[BaseModel] = create_model(title, __config__=strict, **pairs)
+    return model
 
 
 def _files(spec: EngineSpec) -> Any:  # noqa: ANN401 -- a TypeAdapter, which the shape checks cannot take

@@ -145,6 +145,7 @@ class FixedSchedules:
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
         """All rows remain."""
+        del episode
         which = torch.zeros_like(hosts) if self._which is None else self._which
         assert which.shape == hosts.shape, "one schedule per host"
         rows = torch.ones(len(which), len(self._row), dtype=torch.bool, device=which.device)

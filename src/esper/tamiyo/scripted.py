@@ -47,10 +47,12 @@ class Stateless:
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
         """Nothing."""
+        del episode, hosts
         return NoMemory()
 
     def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
         """Nothing."""
+        del step
         return memory
 
 
@@ -75,6 +77,7 @@ class ScriptedPolicy(Generic[M]):
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """The script's actions for all hosts; changes no state."""
+        del deterministic
         actions = self._decided(obs) if is_own(self.script) else self.script.decide(obs, self._memory)
         return replace(self._blank, actions=actions)
 
@@ -112,6 +115,7 @@ class ScriptedPolicy(Generic[M]):
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
         """Zeros."""
+        del obs
         return self._blank.value
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:

@@ -166,19 +166,22 @@ class StepReport:
     @property
     def decided(self) -> np.ndarray:
         """Hosts [N] whose row of this step is valid."""
-        return ~np.isnan(self.reward)
+        decided: np.ndarray = ~np.isnan(self.reward)
+        return decided
 
     @property
     def total_params(self) -> np.ndarray:
         """Parameters of host and all seeds after the step [N]."""
-        return self.host_params + self.params.sum(axis=1)
+        total: np.ndarray = self.host_params + self.params.sum(axis=1)
+        return total
 
     @property
     def committed_params(self) -> np.ndarray:
         """Parameters [N] of the fossils in `committed_acc`, which is measured before the op of this step."""
         _, to, cause = self.op_moves
         new = (cause != 0) & (to == SeedStage.FOSSILIZED)
-        return (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
+        measured: np.ndarray = (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
+        return measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +238,8 @@ class RolloutStats:
     @property
     def growth(self) -> np.ndarray:
         """(host + fossilized parameters) / host parameters."""
-        return 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
+        ratio: np.ndarray = 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
+        return ratio
 
 
 def stats_of_all(parts: Sequence[RolloutStats]) -> RolloutStats:

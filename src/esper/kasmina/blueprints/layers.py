@@ -50,7 +50,8 @@ class NormShift(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, ...] -> [B, ...]."""
-        return self.gain(self.norm(h) - h)
+        shifted: Tensor = self.gain(self.norm(h) - h)
+        return shifted
 
 
 class Positions(nn.Module):
@@ -98,7 +99,8 @@ class CausalAttention(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
         else:
             mixed = self.dropout.attend(q, k, v)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        mapped: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return mapped
 
 
 @final

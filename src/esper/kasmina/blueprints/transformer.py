@@ -95,7 +95,8 @@ def block_mask_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`causal_attention` within 1e-4, by PyTorch's flex attention where that has a kernel: on CUDA, in wide heads."""
     if not q.is_cuda or q.shape[-1] < _SMALLEST_HEAD:
         return causal_attention(q, k, v)
-    return _compiled_kernel()(q, k, v, block_mask=_causal_blocks(q.shape[-2], q.device))
+    attended: Tensor = _compiled_kernel()(q, k, v, block_mask=_causal_blocks(q.shape[-2], q.device))
+    return attended
 
 
 @cache

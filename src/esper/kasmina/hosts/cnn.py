@@ -25,7 +25,8 @@ def max_pool_2x2(h: Tensor) -> Tensor:
     """[..., H, W] -> [..., H // 2, W // 2]; an odd last row or column is left out."""
     if h.device.type != "cpu" or get_proxy_mode() is not None:  # a traced graph names the operation
         return F.max_pool2d(h, 2)
-    return _MaxPool.apply(h)  # type: ignore[no-untyped-call]
+    pooled: Tensor = _MaxPool.apply(h)  # type: ignore[no-untyped-call]
+    return pooled
 
 
 @final
@@ -221,4 +222,5 @@ class CNNHost(Host):
                 x = max_pool_2x2(x)
                 if f"r1c{i}" in self._slots:
                     x = apply(f"r1c{i}", x)
-        return self.head(x.mean(dim=(2, 3)))
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits

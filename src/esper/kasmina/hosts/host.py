@@ -200,7 +200,8 @@ class Host(nn.Module, ABC):
 
     def collected(self, result: Any) -> Tensor:  # noqa: ANN401
         """What `forward` gives where the network returns `result`: outputs [B, ...] as an objective takes them."""
-        return result
+        outputs: Tensor = result
+        return outputs
 
 
 @runtime_checkable

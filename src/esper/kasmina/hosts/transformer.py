@@ -91,7 +91,8 @@ class Layer(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         h = h + self.dropout1(self.attention(self.norm1(h)))
-        return h + self.dropout2(self.down(F.gelu(self.up(self.norm2(h)))))
+        out: Tensor = h + self.dropout2(self.down(F.gelu(self.up(self.norm2(h)))))
+        return out
 
 
 @final
@@ -142,7 +143,8 @@ class TransformerHost(Host):
             h = layer(h)
             if i in self.slot_after:
                 h = apply(self.slot_after[i], h)
-        return self.output(self.norm(h))
+        logits: Tensor = self.output(self.norm(h))
+        return logits
 
 
 def _dropout(p: float) -> nn.Module:

@@ -200,7 +200,8 @@ class Dropout(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention with dropped weights, [B * G, heads, T, D / heads] each -> the same."""
-        return _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return mixed
 
 
 _QUERIES = 32
@@ -226,7 +227,8 @@ class _DroppedAttention(torch.autograd.Function):
             mixed[:, first:end] = torch.bmm(weights * mask.to(weights.dtype), v[:, :end])
             kept += [weights, mask]
         ctx.save_for_backward(q, k, v, *kept)
-        return mixed.mul_(dropout.scale).unflatten(0, lead)
+        scaled: Tensor = mixed.mul_(dropout.scale).unflatten(0, lead)
+        return scaled
 
     @staticmethod
     @once_differentiable

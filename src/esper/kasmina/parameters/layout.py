@@ -187,7 +187,8 @@ class _BoundModule:
 
     def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- the arguments of the module
         """Run the module with the bound tensors."""
-        return self.module(*args)
+        out: Tensor = self.module(*args)
+        return out
 
 
 @final

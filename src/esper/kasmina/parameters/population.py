@@ -145,7 +145,8 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
     key = (id(of), features, what)
     if key not in _found:
         _found[key] = (of, find())
-    return _found[key][1]
+    found: Found = _found[key][1]
+    return found
 
 
 def prepared(module: nn.Module) -> nn.Module:
@@ -419,6 +420,7 @@ class _NarrowStrides(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        del types
         if func is torch.ops.aten.convolution.default:
             _, weight, _, stride = args[:4]
             self.seen |= weight.shape[1] < 8 and weight[0, 0].numel() == 1 and max(stride) > 1

@@ -387,7 +387,8 @@ class Vmapped(nn.Module):
             draw_for(inner, ours[0].draws.of(host[None]))
         arguments = (x, *map(_together, functions))
         # each path of a tied weight is given
-        return torch.func.functional_call(self.single, {**shared, **tensors}, arguments, tie_weights=False)
+        out: Tensor = torch.func.functional_call(self.single, {**shared, **tensors}, arguments, tie_weights=False)
+        return out
 
     def train(self, mode: bool = True) -> "Vmapped":
         """Set the mode, also of the module that runs."""
@@ -426,7 +427,8 @@ def _together(apply: Apply) -> Apply:
     """The slots inside `torch.vmap`."""
 
     def together(slot_id: str, h: Tensor) -> Tensor:
-        return _Together.apply(partial(apply, slot_id), h)  # type: ignore[no-untyped-call]
+        out: Tensor = _Together.apply(partial(apply, slot_id), h)  # type: ignore[no-untyped-call]
+        return out
 
     return together
 

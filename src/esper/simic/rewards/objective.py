@@ -107,4 +107,5 @@ def objective_value(accuracy: A, fossil_params: A, host_params: A, compute: A, w
     log_growth = torch.log1p(growth) if isinstance(growth, Tensor) else np.log1p(growth)
     doublings = torch.log2(compute) if isinstance(compute, Tensor) else np.log2(compute)
     of_network = weights.objective_acc_weight * accuracy / 100.0 - weights.objective_growth_weight * log_growth
-    return of_network - weights.objective_flops_weight / 100.0 * doublings
+    worth: A = of_network - weights.objective_flops_weight / 100.0 * doublings
+    return worth

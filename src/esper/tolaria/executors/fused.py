@@ -145,7 +145,8 @@ def blend_groups(h: Float[Tensor, "B N *F"], groups: list[GroupOutputs]) -> Floa
     """Features of all hosts after a slot."""
     plans = tuple((group.slices, group.hosts) for group in groups)
     parts = (part for group in groups for part in (group.own.detach(), group.delta, group.gate))
-    return _Blend.apply(h, plans, *parts)  # type: ignore[no-untyped-call]
+    blended: Tensor = _Blend.apply(h, plans, *parts)  # type: ignore[no-untyped-call]
+    return blended
 
 
 _Plans = tuple[tuple[tuple[BlendSlice, ...], Tensor | None], ...]
@@ -401,7 +402,8 @@ def _first_gated(slices: tuple[BlendSlice, ...], num_hosts: int) -> int:
 def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
     """Features [B * N, ...] of all hosts after a slot."""
     h_BN = h.unflatten(0, (-1, num_hosts))
-    return blend_groups(h_BN, [group.outputs(h_BN) for group in groups]).flatten(0, 1)
+    blended: Tensor = blend_groups(h_BN, [group.outputs(h_BN) for group in groups]).flatten(0, 1)
+    return blended
 
 
 def slot_groups(

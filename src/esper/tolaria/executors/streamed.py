@@ -183,7 +183,8 @@ def _state_outputs(
         if plan.shared:
             return torch.cat((*(states[i] for i in step.off), active))
         place = p.index(np.array(step.on))
-        return states.index_copy(0, place, active.unflatten(0, (len(on), batch))).flatten(0, 1)
+        replaced: Tensor = states.index_copy(0, place, active.unflatten(0, (len(on), batch))).flatten(0, 1)
+        return replaced
 
     with data.scaler.autocast():
         outputs: Tensor = template(x if plan.shared else x.repeat(plan.num_first, *(1,) * (x.dim() - 1)), apply)

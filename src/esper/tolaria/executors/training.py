@@ -83,12 +83,14 @@ def trained_mask(structure: Structure) -> np.ndarray:
 
 def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
     """[N, S]: seeds that send no gradient into the host: all seeds of a CNN; in other families the inactive ones."""
-    return (structure.alpha <= 0.0) | (population.family is HostFamily.CNN)
+    isolated: np.ndarray = (structure.alpha <= 0.0) | (population.family is HostFamily.CNN)
+    return isolated
 
 
 def blend_order(structure: Structure) -> np.ndarray:
     """[N, S]: how a seed blends, as a rank: ADD, MULTIPLY, GATE, each first hidden and then active."""
-    return 2 * structure.algorithm + (structure.alpha > 0.0)
+    ranks: np.ndarray = 2 * structure.algorithm + (structure.alpha > 0.0)
+    return ranks
 
 
 def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:

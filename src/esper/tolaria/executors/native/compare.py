@@ -51,6 +51,7 @@ class _InDouble(TorchDispatchMode):
     """Conversions to float32 are to float64 here, as the instructions take all numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
         kwargs = kwargs or {}
         return func(*args, **(kwargs | {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else kwargs))
 

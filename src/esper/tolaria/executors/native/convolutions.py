@@ -58,7 +58,8 @@ def _images(low: Lowering, x: Any) -> Value:
     x = low.leading(x)
     if len(x.features) != 3:
         raise low.refuse(f"images of shape {x.features}")
-    return x
+    found: Value = x
+    return found
 
 
 def _pair(x: int | Sequence[int]) -> tuple[int, int]:

@@ -135,6 +135,7 @@ def prelu(low: Lowering, x: Any, weight: Any) -> Value:
 
 def softmax(low: Lowering, x: Any, dim: int, half_to_float: bool = False, *, log: bool = False) -> Value:
     """Or its logarithm, along one axis."""
+    del half_to_float
     x = low.value(x)
     dim = dim % len(x.shape)
     if dim == x.axis:

@@ -88,7 +88,8 @@ def _affine_channels(low: Lowering, y: Value, weight: Any, bias: Any, shape: Dim
     view, found = RULES[aten.view.default], y
     if weight is not None:
         found = mul(low, found, view(low, weight, full))
-    return found if bias is None else RULES[aten.add.Tensor](low, found, view(low, bias, full))
+    added: Value = found if bias is None else RULES[aten.add.Tensor](low, found, view(low, bias, full))
+    return added
 
 
 def fused_batch_norm() -> None:

@@ -83,7 +83,8 @@ def trace(template: Template, x: Tensor, *, training: bool, lines: bool = False)
 
     def run(row: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
         template.assign(template.parameters.split(row), template.buffers.split(buffers))
-        return module(x, slot) if takes_slots else module(x)
+        out: Tensor = module(x, slot) if takes_slots else module(x)
+        return out
 
     mode = module.training
     template.train(training)
@@ -119,10 +120,12 @@ def _dropout_as_operation() -> Iterator[None]:
     def dropout(self: Dropout, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        return torch.ops.esper.dropout(x, self.p, self.channels)
+        out: Tensor = torch.ops.esper.dropout(x, self.p, self.channels)
+        return out
 
     def dropped(self: Dropout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.esper.dropped_attention(q, k, v, self.p)
+        out: Tensor = torch.ops.esper.dropped_attention(q, k, v, self.p)
+        return out
 
     Dropout.forward, Dropout.attend = dropout, dropped  # type: ignore[method-assign]
     try:

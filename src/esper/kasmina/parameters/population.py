@@ -10,7 +10,7 @@ rows (`TrainingCopy`), so that an optimizer step costs no more than the trained 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -254,7 +254,10 @@ def host_kind(host: Host, device: torch.device) -> Kind:
 
 def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
     """The kind of gates for features of this width, in a host that is causal or not."""
-    build = partial(GateNetwork, channels, causal)
+
+    def build() -> nn.Module:
+        return GateNetwork(channels, causal)
+
     start = once(GateNetwork, (channels,), f"start {causal}", lambda: _start(build_twice(build), {}))
     return _kind("causal gate" if causal else "gate", build, GateNetwork, start, device)
 
@@ -480,6 +483,7 @@ def _flops_of(kind: Kind, features: Features, batch: int) -> int:
 
 
 def _layers_of(kind: Kind, channels: int) -> tuple[float, ...]:
+    """`kinds_of` a seed."""
     return once(kind.source, (channels,), "layers", lambda: tuple(kinds_of(deterministic_build(kind.build), channels)))
 
 

@@ -60,8 +60,9 @@ def network_executor(
     for name, refusal in preferred:
         try:
             executor = _build(name, data)
-            if executor.intensity() <= _NATIVE_INTENSITY:
-                return executor, name
+            if name == "native" and not pays(executor):
+                continue
+            return executor, name
         except refusal as error:
             if config.num_envs > 1:  # a single host is as fast without it
                 warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
@@ -152,3 +153,11 @@ def native_problem(data: HostData) -> str | None:
     if data.population.host_kind.global_rng:
         return f"the host draws from the global random generators, which compiled C++ has not; {out}"
     return None
+
+
+def pays(executor: NetworkExecutor) -> bool:
+    """Whether a native executor is faster than the others, by the work in its programs."""
+    from esper.tolaria.executors.native.executor import NativeExecutor
+
+    assert isinstance(executor, NativeExecutor)
+    return executor.intensity() <= _NATIVE_INTENSITY

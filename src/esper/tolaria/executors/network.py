@@ -344,10 +344,6 @@ class NetworkExecutor(ABC):
         """Memory that training and measuring need at once; 0 if they need what PyTorch needs."""
         return 0
 
-    def intensity(self) -> float:
-        """Multiplications for each number that a native program moves in training a host without seeds; else 0."""
-        return 0.0
-
     @final
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""

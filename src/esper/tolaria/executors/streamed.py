@@ -63,9 +63,15 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
 
 
 def run_epoch(data: HostData, t: int, hosts: TrainingCopy, rows: TrainedRows, train: TrainBatch) -> TrainPass:
-    """Train all hosts on every batch of step `t`, and write the working copies back.
+    """Train all hosts on every batch of a step, and write the working copies back.
 
-    `train` does forward and backward of a batch: it leaves scaled gradients in place and returns the scores in float64.
+    Args:
+        data: of the hosts.
+        t: the step.
+        hosts: working copies of all of them.
+        rows: those of the seeds and gates that are trained.
+        train: forward and backward of a batch x [N, B, ...] and y [N, B, ...]; leaves scaled gradients in place and
+            returns scores [N], summed over the batch in float64.
     """
     p, batches = data.population, data.train_batches(t)
     optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factors(t))
@@ -191,7 +197,8 @@ def _state_outputs(
     return outputs.float()
 
 
-_MAX_STREAMS = 32  # more hosts share streams: the device does not run more kernels at once
+_MAX_STREAMS = 32
+"""More hosts share streams: the device does not run more kernels at once."""
 
 
 @final
@@ -224,5 +231,7 @@ class HostStreams:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
-host_streams = cache(HostStreams)
-"""The streams of N hosts on a device, the same in every pass."""
+@cache
+def host_streams(num_envs: int, device: torch.device) -> HostStreams:
+    """The streams of N hosts, the same in every pass."""
+    return HostStreams(num_envs, device)

@@ -8,7 +8,6 @@ BLENDING that are not frozen. Over the m tensors of a seed (and of its gate, if 
     ratio       (|g_seed| / sqrt(n_seed)) / (|g_host| / sqrt(n_host) + 1e-8), 0 where either norm is below 1e-8
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -26,8 +25,20 @@ from esper.leyline.lifecycle import TRAINED, Algorithm, AlphaMode, HostFamily, S
 from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors.protocol import GradientStatistics, Structure
 
-Module = Callable[[Tensor], Tensor]
-"""A seed or a gate of one host."""
+
+@dataclass(frozen=True)
+class Bound:
+    """A template, the row it runs on, and the random numbers that it draws."""
+
+    template: Template
+    params: Tensor
+    buffers: Tensor
+    draws: Draws | None = None
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Run on `h`."""
+        self.template.bind(self.params, self.buffers, self.draws)
+        return self.template(h)
 
 
 @final
@@ -39,8 +50,8 @@ class RunningSeed:
     one sends no gradient upstream through its input.
     """
 
-    seed: Module
-    gate: Module | None
+    seed: Bound
+    gate: Bound | None
     algorithm: Algorithm
     alpha: Tensor
     hidden: bool
@@ -178,16 +189,10 @@ def running_seeds(
     return hosts
 
 
-def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | None = None) -> Module:
+def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | None = None) -> Bound:
     """The template on the row, cut to its length; a leaf has that length already."""
     used = params if params.requires_grad else params[: template.parameters.total]
-    used_buffers = buffers[: template.buffers.total]
-
-    def run(h: Tensor) -> Tensor:
-        template.bind(used, used_buffers, draws)
-        return template(h)
-
-    return run
+    return Bound(template, used, buffers[: template.buffers.total], draws)
 
 
 _VANISHING = 1e-7
@@ -195,15 +200,21 @@ _EXPLODING_CLIPS = 10.0
 _NO_GRADIENT = 1e-8
 
 
+def not_measured(num_envs: int, num_slots: int, device: torch.device) -> GradientStatistics:
+    """Statistics of a pass in which no seed was trained."""
+    missing = torch.full((num_envs, num_slots), torch.nan, device=device)
+    never = torch.zeros(num_envs, num_slots, dtype=torch.bool, device=device)
+    return GradientStatistics(
+        norm=missing, health=missing.clone(), vanishing=never, exploding=never.clone(), ratio=missing.clone()
+    )
+
+
 def gradient_statistics(
     population: Population, structure: Structure, rows: TrainedRows, host_grad: Float[Tensor, "N P"]
 ) -> GradientStatistics:
     """Statistics of the gradients in the working copies."""
-    missing = torch.full((population.num_envs, population.num_slots), torch.nan, device=population.device)
-    never = torch.zeros_like(missing, dtype=torch.bool)
-    out = GradientStatistics(
-        norm=missing, health=missing.clone(), vanishing=never, exploding=never.clone(), ratio=missing.clone()
-    )
+    device = population.device
+    out = not_measured(population.num_envs, population.num_slots, device)
     stage, blueprint = (of[rows.seed_host, rows.seed_slot] for of in (structure.stage, structure.blueprint))
     gate_row = np.full(len(stage), -1)
     gate_row[rows.gate_of] = np.arange(len(rows.gate_of))
@@ -244,10 +255,14 @@ def judge(
     host_rms: Float[Tensor, " R"],
     grad_clip: float,
 ) -> GradientStatistics:
-    """The statistics of R seeds from the norms of the gradients of their tensors, float64.
+    """The statistics of R seeds from the norms of their tensors, float64.
 
-    `root_params` is the square root of the number of parameters of a seed; `host_rms` is `host_norm` divided by that of
-    the host.
+    Args:
+        norms: of the gradient of each tensor.
+        root_params: square root of the number of parameters of each seed.
+        host_norm: of the gradient of the seed's host.
+        host_rms: the same divided by the square root of the host's number of parameters.
+        grad_clip: limit of the norm of a seed's gradient.
     """
     count = norms.shape[1]
     norm_R = torch.linalg.vector_norm(norms, dim=1)

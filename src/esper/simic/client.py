@@ -148,12 +148,12 @@ def policy_network(menu: Menu, config: PPOConfig) -> TamiyoNetwork:
 def policy_bytes(num_slots: int, config: PPOConfig) -> int:
     """Memory of a policy at the peak of an update, where it has most: weights and moments, old and new, and gradients.
 
-    They exist by parameter, as one vector, and by block; at a width of 1,024 they take about 15 times the weights.
+    They exist by parameter, as one vector, and by block; at a width of 1,024 they take about 12 times the weights.
     """
     with torch.device("meta"):
         menu = Menu(places=torch.empty(num_slots, 8), seeds=torch.empty(num_slots, 1, 12))
         network = policy_network(menu, config)
-    return 16 * sum(weight.nbytes for weight in network.parameters())
+    return 13 * sum(weight.nbytes for weight in network.parameters())
 
 
 class _WithReward:

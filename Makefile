@@ -60,10 +60,8 @@ pretrained: $(STAMP)
 	$(BIN)/esper train --preset learn --seed 3 --rounds 60 --set schedule_rounds=60 --out runs/pretrained $(ARGS)
 	$(BIN)/python scripts/pretraining.py runs/pretrained src/esper/policies/pretrained.safetensors
 
-# no test of these is a default one
-OTHERS := tests/scripts tests/learning tests/gpu tests/test_fsdp_host.py tests/simic/rewards/test_exploits_on_null.py
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist loadfile $(addprefix --ignore=,$(OTHERS)) $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile $(ARGS)
 
 SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
 	tests/kasmina/parameters/test_population.py tests/tasks/test_instances.py \
@@ -76,10 +74,9 @@ SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/ka
 test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype $(SHAPES) $(ARGS)
 
-# no other file is imported; the tests of a group share one long run
-SLOW := tests/scripts $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
+# the tests of a group share one long run
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 --dist loadgroup $(SLOW) $(ARGS)
+	$(PYTEST) -m slow -n 2 --dist loadgroup $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)

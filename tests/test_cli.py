@@ -291,6 +291,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(folder, s
     assert process.returncode == 130
     assert out.endswith(f"stopped; continue with: esper train --resume {run}\n")
     assert "stopping after this step" in err
+    assert ("Ctrl-C" in err) == (number == signal.SIGINT)
     assert "Traceback" not in err
     done = num_lines(run / "metrics.jsonl")
     assert small_runs.resume(run, "--rounds", str(done + 1)) == 0

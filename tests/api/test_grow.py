@@ -242,6 +242,8 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         grow(task, tmp_path)
     with pytest.raises(ConfigError, match="static_final starts with an architecture that is given"):
         grow(task, "static_final")
+    with pytest.raises(ConfigError, match="leave flops and beside out, or choose a method: auto, "):
+        grow(task, "heuristic", budget=esper.Budget(flops=1e9, params=10**6), beside=["plain"])
     with pytest.raises(ConfigError, match="the number of networks is best_of here"):
         grow(task, num_envs=3)
     with pytest.raises(ExportError, match="'null' is scripted and has no networks"):

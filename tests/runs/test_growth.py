@@ -142,6 +142,8 @@ def test_a_budget_too_small_to_tell_candidates_apart_goes_to_the_network_alone(g
     growth = grow("auto", flops=30 * flops)  # a stage of 6 % has 14 batches of half the size
     assert [entry.candidate for entry in growth.entries] == [Candidate()]
     assert growth.end == growth.steps > 30
+    assert growth.plan.startswith(f"plan: {growth.steps} steps, candidates 1, ")
+    assert growth.plan.endswith("; the budget is too small to compare candidates, so the network alone has all of it")
     assert grow("auto", flops=200 * flops).stages == racing_stages(3, new=0)  # 1,600 batches: no race
     rich = grow("auto", flops=260 * flops)
     assert len(rich.entries) == len(RATES)
@@ -163,6 +165,7 @@ def small(grow: Callable[..., Growth], step_flops: float) -> Growth:
 def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow, step_flops):
     assert [entry.candidate for entry in small.entries] == [ALONE, GROWN, FASTER]
     assert small.stages == racing_stages(3, new=0)
+    assert small.plan.startswith(f"plan: about {small.steps} steps, candidates 3 -> 1, ")
     assert small._prices.flops(FREE) <= 1.02 * small._prices.flops(Architecture())
     assert small.births(1) == [(seed, 0) for seed in FREE.slots]
     limited = grow("auto", flops=60 * step_flops, params=small.entries[1].params - 1)  # norms do not fit

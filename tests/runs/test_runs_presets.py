@@ -67,7 +67,8 @@ def test_paths_of_a_file_are_relative_to_it_and_those_of_options_to_the_working_
     file.write_text('data_dir = "data"\n')
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resolve({}, file).data_dir == str(tmp_path / "settings" / "data")
-    assert resolve({"data_dir": "data"}, file).data_dir == str(tmp_path / "elsewhere" / "data")
+    for given in ("data", Path("data")):
+        assert resolve({"data_dir": given}, file).data_dir == str(tmp_path / "elsewhere" / "data")
 
 
 def test_the_environment_names_the_data_folder_of_tasks_that_need_one(tmp_path, monkeypatch):

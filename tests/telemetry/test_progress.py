@@ -210,6 +210,16 @@ def test_passes_give_a_line_soon_and_then_now_and_then() -> None:
     assert written(console) == ["grid  pass 1/4  eta 1:00", "rules  pass 3/4  eta 0:20"]
 
 
+def test_the_work_of_a_growth_is_in_percent() -> None:
+    console, clock = plain(), Clock()
+    with PassProgress(console, 100, clock, percent=True) as progress:
+        progress.stage("step 1/9")
+        progress.advance(12.5)
+        clock.now += PLAIN_INTERVAL
+        progress.advance(12.5)
+    assert [line.partition("  eta")[0] for line in written(console)][-1] == "step 1/9  25 %"
+
+
 def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped() -> None:
     console, clock = plain(), Clock()
     with PassProgress(console, 4, clock) as progress:

@@ -353,22 +353,14 @@ def grow(
     if steps is not None and steps < 1:
         raise ConfigError(f"steps is {steps}; it must be at least 1.")
     run = None if method in METHODS else _run_of(method)
+    of_methods = {"minutes": budget.minutes, "flops": budget.flops, "keep": keep != "last", "beside": beside,
+                  "unfinished": unfinished}  # fmt: skip
     if method in METHODS:
         if best_of != 1:
             raise ConfigError(
                 f"best_of is {best_of}, but method {method!r} chooses the candidates itself; leave it out."
             )
-    elif unused := [
-        name
-        for name, is_given in (
-            ("minutes", budget.minutes),
-            ("flops", budget.flops),
-            ("keep", keep != "last"),
-            ("beside", beside),
-            ("unfinished", unfinished),
-        )
-        if is_given
-    ]:
+    elif unused := [name for name, is_given in of_methods.items() if is_given]:
         raise ConfigError(
             f"a controller grows {option('best_of')} networks for {option('steps')} control steps; leave "
             f"{' and '.join(map(option, unused))} out, or choose a method: {', '.join(METHODS)}."

@@ -264,13 +264,7 @@ class Task:
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         if metric is not None:
-            points = per_example("metric", metric, found, given["train"].y[: len(found)].clone())
-            if bool(((points >= 0) & (points <= 1)).all() and points.any()):
-                warnings.warn(
-                    f"the metric of {self.name} gives {points.min():.2g} to {points.max():.2g} for the examples of a "
-                    "new network, but points are expected, of which 100 is perfect; multiply by 100, or give bools.",
-                    stacklevel=3,
-                )
+            _check_unit(self.name, per_example("metric", metric, found, given["train"].y[: len(found)].clone()))
         self.spec = TaskSpec(
             name=self.name,
             description=f"{len(dataset.train):,} examples of the user's.",
@@ -353,6 +347,16 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
             "the data; compute it for each example alone, and give random changes as augmentation=."
         )
     return prepare, structure, sample
+
+
+def _check_unit(name: str, points: Tensor) -> None:
+    """Warn of a metric whose points [n] of a new network are all in 0..1."""
+    if bool(((points >= 0) & (points <= 1)).all() and points.any()):
+        warnings.warn(
+            f"the metric of {name} gives {points.min():.2g} to {points.max():.2g} for the examples of a "
+            "new network, but points are expected, of which 100 is perfect; multiply by 100, or give bools.",
+            stacklevel=4,
+        )
 
 
 def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:

@@ -82,8 +82,13 @@ def grow(command: Grow) -> int:
         command.task,
         Run(Path(command.method), allowed=allowed, trust=command.trust) if is_run else command.method,
         budget=Budget(minutes=command.minutes, flops=command.flops, params=command.max_params),
+        keep=command.keep,
+        beside=command.beside,
+        best_of=command.best_of,
+        steps=command.steps,
+        seed=command.seed,
+        device=command.device,
         unfinished=_unfinished(command) if command.method in METHODS else None,
-        **{name: getattr(command, name) for name in ("keep", "beside", "best_of", "steps", "seed", "device")},
         **settings,
     )
     console = RunConsole()

@@ -28,7 +28,8 @@ def tensor_dataclass(cls: type[R]) -> type[R]:
     return made
 
 
-_PLAIN_INITS: set[Callable[..., None]] = set()  # constructors that only store their arguments
+_PLAIN_INITS: set[Callable[..., None]] = set()
+"""Constructors that only store their arguments."""
 
 
 def replace(rec: R, **changes: Any) -> R:  # noqa: ANN401 -- mirrors dataclasses.replace

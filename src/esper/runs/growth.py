@@ -522,13 +522,18 @@ class Growth:
         Where all slots give vectors, those of the user alone: built-in ones are worth nothing there
         (docs/experiments.md).
         """
-        spec, host, (x, _) = self._engine.spec, self._config.task_spec().host, examples(self._dataset, 2)
-        built = deterministic_build(lambda: host.build(spec.slot_ids, x[:1])) if host else None
+        spec, host, (x, _) = self._engine.spec, self._config.task_spec().host, examples(self._dataset, 1)
+        assert host is not None, "networks grow"
+        built = deterministic_build(lambda: host.build(spec.slot_ids, x))
         assert isinstance(built, Host)
-        skipped = NUM_BUILTIN_BLUEPRINTS * all(built.features(at) == (1, at.channels) for at in built.enabled)
-        most, own = _FREE * self._of_step(Candidate()), spec.blueprint_names[skipped:]
-        full = (one for one in pool if len(one.slots) == len(spec.slot_ids) and one.slots[0].blueprint in own)
-        return next((one for one in full if self._of_step(Candidate(one)) <= most), Architecture())
+        are_vectors = all(built.features(point) == (1, point.channels) for point in built.enabled)
+        worth = spec.blueprint_names[NUM_BUILTIN_BLUEPRINTS if are_vectors else 0 :]
+        most = _FREE * self._of_step(Candidate())
+        for one in pool:
+            fills = len(one.slots) == len(spec.slot_ids) and one.slots[0].blueprint in worth
+            if fills and self._of_step(Candidate(one)) <= most:
+                return one
+        return Architecture()
 
     def _allowed(self, architectures: Sequence[Architecture]) -> list[Architecture]:
         """Those within the limit of parameters."""

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from esper.leyline.settings import AtLeast0, AtLeast1, Decay, NotNegative, Positive, Share, check_fields
 
-_Width = Annotated[int, Field(ge=1, le=4096)]  # weights are drawn orthogonal, which takes minutes for wider layers
+_Width = Annotated[int, Field(ge=1, le=4096)]
+"""Weights are drawn orthogonal, which takes minutes for wider layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ METHODS = (
     "wider, long",
     *(GROWN + name for name in GROWING),
 )
+OTHERS = (GROWN + "auto, best step",)
+"""Methods that are in the table if they are named: `keep="best"` of `esper.grow`."""
 FILE = "results.jsonl"
 START = 5.0
 """Seconds of a growth beside its minutes: for the start and the test."""
@@ -105,7 +107,7 @@ class Job:
 def jobs_of(options: Options) -> list[Job]:
     """Seed by seed, so that a table of few seeds is there early; raises ConfigError for names that are unknown."""
     known = {host.name: host for host in HOSTS}
-    for given, names in ((options.hosts, known), (options.methods, METHODS)):
+    for given, names in ((options.hosts, known), (options.methods, METHODS + OTHERS)):
         if wrong := [name for name in given if name not in names]:
             raise ConfigError(f"{wrong[0]!r} is unknown; there are: {'; '.join(names)}.")
     found = []

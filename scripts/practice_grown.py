@@ -31,8 +31,10 @@ def task_of(host: Host, data: Data, epochs: float) -> esper.Task:
 
 
 def grow(host: Host, data: Data, epochs: float, method: str, budget: esper.Budget, seed: int) -> Found:
-    """The network that a method of `esper.grow` keeps."""
-    grown = esper.grow(task_of(host, data, epochs), method, budget=budget, seed=seed, progress=False)
+    """The network that a method of `esper.grow` keeps, behind "auto, best step" that of the best step."""
+    name, _, best = method.partition(", ")
+    keep = "best" if best else "last"
+    grown = esper.grow(task_of(host, data, epochs), name, budget=budget, keep=keep, seed=seed, progress=False)
     board = grown.leaderboard
     assert board is not None
     return Found(

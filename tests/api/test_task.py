@@ -127,6 +127,22 @@ def test_targets_that_are_far_from_0_are_noticed():
         esper.Task(train=(x, 1500.0 + x[:, :1]), **given)
 
 
+def test_inputs_that_are_not_scaled_are_noticed_by_the_outputs_of_a_new_network():
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    given = {"slots": ["0"], "batch": 16}
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    with pytest.warns(
+        UserWarning, match=r"outputs of a new sequential are about .e\+06, .* scale train\.x and the other"
+    ):
+        esper.Task(model, train=(1e7 * x, x[:, :1]), **given)
+    esper.Task(lambda: nn.Sequential(nn.BatchNorm1d(4), model()), ["0"], train=(1e7 * x, x[:, :1]), batch=16)
+    with pytest.warns(UserWarning, match="training targets are"):  # outputs of this size are meant
+        esper.Task(model, train=(1e7 * x, 1e6 * x[:, :1].abs()), **given)
+
+
 def test_a_softmax_in_front_of_cross_entropy_is_noticed():
     with pytest.warns(UserWarning, match="are probabilities, but cross-entropy takes what is in front of a softmax"):
         own_task(

@@ -27,6 +27,8 @@ from esper.leyline.random import Stream
 CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
 TRANSFORMER_NAMES = ("attention", "norm", "depthwise", "lora", "lora_large", "mlp_small", "mlp", "flex_attention")
+BOTH_WAYS = ("attention", "depthwise", "flex_attention")
+"""What lets tokens see later ones in hosts that are not causal."""
 
 
 class Own(AbstractBlueprint):
@@ -51,11 +53,12 @@ def own() -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """A blueprint and the features [C, H, W] or [T, D] of one example."""
+    """A blueprint, the features [C, H, W] or [T, D] of one example, and whether its host is causal."""
 
     family: HostFamily
     name: str
     features: tuple[int, ...]
+    causal: bool = True
 
     @property
     def channels(self) -> int:
@@ -63,10 +66,10 @@ class Case(NamedTuple):
 
     @property
     def blueprint(self) -> AbstractBlueprint:
-        return blueprint_by_name(self.name, self.family)
+        return blueprint_by_name(self.name, self.family).within(causal=self.causal)
 
     def __str__(self) -> str:
-        return f"{self.name} {'x'.join(map(str, self.features))}"
+        return f"{self.name} {'x'.join(map(str, self.features))}{' both ways' * (not self.causal)}"
 
 
 IMAGES = ((2, 1, 1), (16, 7, 5))
@@ -77,7 +80,10 @@ MORE_SEQUENCES = ((1, 2), (3, 16), (17, 384))
 
 def cases(images: tuple, sequences: tuple) -> list[Case]:
     of_images = [Case(CNN, name, shape) for name in (*CNN_NAMES, "own") for shape in images]
-    return of_images + [Case(TRANSFORMER, name, shape) for name in (*TRANSFORMER_NAMES, "own") for shape in sequences]
+    of_sequences = [Case(TRANSFORMER, name, shape) for name in (*TRANSFORMER_NAMES, "own") for shape in sequences]
+    return (
+        of_images + of_sequences + [Case(TRANSFORMER, name, s, causal=False) for name in BOTH_WAYS for s in sequences]
+    )
 
 
 CASES = cases(IMAGES, SEQUENCES)
@@ -152,6 +158,11 @@ def test_all_blueprints_of_a_family_are_examined_here():
     for family in (CNN, TRANSFORMER):
         names = {blueprint_at(index, family).name for index in selectable(family)}
         assert names == {name for of, name in FORMULAS if of is family} == {c.name for c in CASES if c.family is family}
+
+
+def test_a_depthwise_seed_in_a_host_that_is_not_causal_has_a_token_more_to_weigh():
+    built = blueprint_by_name("depthwise", TRANSFORMER).within(causal=False).build(8)
+    assert sum(p.numel() for p in built.parameters()) == 7 * 8
 
 
 @pytest.mark.parametrize(("family", "name"), FORMULAS)
@@ -232,8 +243,10 @@ def test_stacked_layers_give_every_host_the_results_of_its_own_module(case):
         assert way_to_stack(name, deterministic_build(build), torch.zeros(1, *case.features)) is stack_layers
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.family is TRANSFORMER and c.features[0] > 1], ids=str)
-def test_a_token_sees_no_later_one(case):
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.family is TRANSFORMER and c.features[0] > 1 and c.causal], ids=str
+)
+def test_in_a_causal_host_a_token_sees_no_later_one(case):
     h = features(case)
     changed = h.clone()
     changed[:, 2:] += 1.0
@@ -241,6 +254,20 @@ def test_a_token_sees_no_later_one(case):
         before, after = module(h), module(changed)
         assert torch.equal(before[:, :2], after[:, :2])
         assert not torch.equal(before[:, 2:], after[:, 2:])
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.causal and c.features[0] > 1], ids=str)
+def test_in_other_hosts_a_token_sees_as_much_before_it_as_behind_it(case):
+    seed, h = grown_up(case), features(case)
+
+    def reach(token: int) -> tuple[int, ...]:
+        """Offsets of the tokens that change with this one."""
+        changed = h.clone()
+        changed[:, token] += 1.0
+        moved = (seed(changed) != seed(h)).flatten(2).any(-1).any(0)
+        return tuple(int(place) - token for place in moved.nonzero().flatten())
+
+    assert reach(8) == tuple(range(-2, 3) if case.name == "depthwise" else range(-8, 9))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

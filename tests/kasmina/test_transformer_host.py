@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import CausalAttention
+from esper.kasmina.blueprints.layers import SelfAttention
 from esper.kasmina.hosts.host import HostSpec, InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
@@ -146,7 +146,7 @@ def test_dropout_is_keyed_and_leaves_evaluation_and_the_global_generator_alone()
 
 
 def test_attention_that_drops_weights_has_the_gradients_of_its_formula():
-    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
+    layer = with_keyed_dropout(deterministic_build(lambda: SelfAttention(8, 2, dropout=0.4))).train()
     h = torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     pull = torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(1))
     draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
@@ -168,7 +168,7 @@ def test_attention_that_drops_weights_has_the_gradients_of_its_formula():
 
 
 def test_attention_that_drops_weights_trains_in_half_precision():
-    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
+    layer = with_keyed_dropout(deterministic_build(lambda: SelfAttention(8, 2, dropout=0.4))).train()
     h = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for halved in (True, False):

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from esper.api.arguments import checked
@@ -111,6 +112,8 @@ def _number(name: str, value: object) -> float:
 
 _FAR = 30.0
 """Mean absolute value of targets that a network reaches in some hundred steps."""
+_WILD = 1e3
+"""Mean absolute output of a new network, in that of the targets or in 1, from which on its inputs are not scaled."""
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""
 
@@ -244,6 +247,14 @@ class Task:
             warnings.warn(
                 f"the outputs of {_name(name, network)} are probabilities, but cross-entropy takes what is in front of "
                 "a softmax; leave the softmax out, or the network learns slowly.",
+                stacklevel=3,
+            )
+        size, usual = (float(of.double().abs().mean()) for of in (found, given["train"].y))
+        scales = any(isinstance(layer, _BatchNorm) for layer in network.modules())  # in training
+        if size > _WILD * max(1.0, usual) and not scales:
+            warnings.warn(
+                f"the outputs of a new {_name(name, network)} are about {size:.1g}, so it learns slowly or not at all; "
+                "scale train.x and the other inputs: (x - x.mean(0)) / x.std(0).",
                 stacklevel=3,
             )
         self.name = _name(name, network)

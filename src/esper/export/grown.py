@@ -347,7 +347,8 @@ class Plain(NamedTuple):
 def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, InjectionPoint]:
     """The blueprint of a seed, with PyTorch's own kernels, and its place; raises RegistryError."""
     point = next(point for point in host.enabled if point.slot_id == seed.slot)
-    return blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family), point
+    blueprint = blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family)
+    return blueprint.within(causal=host.causal), point
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:

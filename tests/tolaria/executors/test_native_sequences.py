@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import CausalAttention, GateNetwork, Positions
+from esper.kasmina.blueprints.layers import GateNetwork, Positions, SelfAttention
 from esper.kasmina.blueprints.transformer import TRANSFORMER_BLUEPRINTS
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, with_keyed_dropout
@@ -334,7 +334,7 @@ def test_a_pass_with_too_few_keys_does_not_run():
 # -- whole networks ----------------------------------------------------------------------------------------------------
 
 
-class SelfAttention(nn.Module):
+class MultiheadSelfAttention(nn.Module):
     """`nn.MultiheadAttention` of features to themselves; what it returns goes through `after`."""
 
     def __init__(
@@ -387,7 +387,7 @@ def host_of(p: float) -> nn.Module:
 PADDED = tokens(20).where(torch.arange(TOKENS) > 0, 3)
 MODULES = [
     *((blueprint.build(WIDTH), features(20)) for blueprint in TRANSFORMER_BLUEPRINTS),
-    *((CausalAttention(8, 2, dropout=0.2), features(20, length, 8)) for length in (7, 32, 37, 70)),
+    *((SelfAttention(8, 2, dropout=0.2), features(20, length, 8)) for length in (7, 32, 37, 70)),
     *((host_of(p), tokens(20)) for p in (0.0, 0.1)),
     *((Padded(queries, weights), PADDED) for queries in (0, 4) for weights in (True, False)),
     *(
@@ -397,16 +397,16 @@ MODULES = [
     ),
     *((module, features(20)) for module in (
         GateNetwork(WIDTH), Explicit(),
-        SelfAttention(need_weights=False),
-        SelfAttention(),
-        SelfAttention(lambda found: found[1]),
-        SelfAttention(lambda found: found[1], average_attn_weights=False),
-        SelfAttention(need_weights=False, attn_mask=LATER, is_causal=True),
-        SelfAttention(attn_mask=LATER),
-        SelfAttention(first=False, need_weights=False),
-        SelfAttention(given={"add_bias_kv": True}),
-        SelfAttention(given={"dropout": 0.2}),
-        SelfAttention(given={"dropout": 0.2}, first=False),
+        MultiheadSelfAttention(need_weights=False),
+        MultiheadSelfAttention(),
+        MultiheadSelfAttention(lambda found: found[1]),
+        MultiheadSelfAttention(lambda found: found[1], average_attn_weights=False),
+        MultiheadSelfAttention(need_weights=False, attn_mask=LATER, is_causal=True),
+        MultiheadSelfAttention(attn_mask=LATER),
+        MultiheadSelfAttention(first=False, need_weights=False),
+        MultiheadSelfAttention(given={"add_bias_kv": True}),
+        MultiheadSelfAttention(given={"dropout": 0.2}),
+        MultiheadSelfAttention(given={"dropout": 0.2}, first=False),
     )),
 ]  # fmt: skip
 
@@ -415,7 +415,7 @@ MODULES = [
 def test_a_module_agrees_with_pytorch(module, x):
     module = with_keyed_dropout(module)
     assert disagreement(module, x, chunk=16) is None
-    if isinstance(module, CausalAttention | TransformerHost):
+    if isinstance(module, SelfAttention | TransformerHost):
         assert single(module, x, chunk=16) is None
 
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from esper.kasmina.blueprints.layers import CausalAttention
+from esper.kasmina.blueprints.layers import SelfAttention
 from esper.leyline.messages import Menu, SeedCosts
 
 KINDS = ("exists", "convolution", "grouped", "pointwise", "vector", "attention", "depth", "narrow", "scalar")
@@ -38,7 +38,7 @@ def kinds_of(seed: nn.Module, channels: int) -> list[float]:
             kind = "vector" if shape else "scalar"
         shares[kind] += math.prod(shape) / total
     shares["scalar"] = float(shares["scalar"] > 0.0)
-    shares["attention"] = float(any(isinstance(m, CausalAttention | nn.MultiheadAttention) for m in seed.modules()))
+    shares["attention"] = float(any(isinstance(m, SelfAttention | nn.MultiheadAttention) for m in seed.modules()))
     shares["depth"] = min(1.0, len(widths) / _MOST_LAYERS)
     shares["narrow"] = min(1.0, min(widths, default=channels) / channels)
     return [shares[kind] for kind in KINDS]

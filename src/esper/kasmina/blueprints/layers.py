@@ -72,13 +72,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D / heads)) v, where a token sees all tokens."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 @final
-class CausalAttention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head attention of each token to itself and earlier ones, with biases: 4 D^2 + 4 D parameters.
 
-    `dropout` is that of the attention weights. Its mask is keyed, so the weights are computed in training; without
-    dropout, and in evaluation mode, `attend` does it all: it makes of queries, keys and values [B, heads, T, D / heads]
-    the weighted values, of the same shape.
+    `attend` makes of queries, keys and values [B, heads, T, D / heads] the weighted values, of the same shape; with
+    `full_attention` a token sees later ones too. `dropout` is that of the weights of causal attention. Its mask is
+    keyed, so in training the weights are computed without `attend`.
     """
 
     def __init__(

@@ -33,22 +33,28 @@ class AbstractBlueprint(abc.ABC):
         name: unique within a family. family: the hosts that it fits.
         init: parameters that start at a constant (name in the built module -> value), whatever `build` gives them, so
             that the output of a new seed is zero or close to zero. least_tokens: of sequences, from which on it does
-            more than scale features; a host with shorter ones alone does not grow it.
+            more than scale features; a host with shorter ones alone does not grow it. both_ways: what takes its place
+            in hosts whose outputs depend on later tokens, None for itself.
     """
 
     name: str
     family: HostFamily
     init: Mapping[str, float] = MappingProxyType({})
     least_tokens: int = 1
+    both_ways: "AbstractBlueprint | None" = None
 
     @abc.abstractmethod
     def build(self, channels: int) -> nn.Module:
         """The network h -> delta, of equal shape and dtype, for features with `channels` channels."""
 
+    def within(self, *, causal: bool) -> "AbstractBlueprint":
+        """What a host grows whose outputs depend on no later tokens (`causal`), or on all."""
+        return self if causal or self.both_ways is None else self.both_ways
+
 
 @final
 class FunctionBlueprint(AbstractBlueprint):
-    """A blueprint that a function builds, whose name it has."""
+    """A blueprint that a function builds, whose name it has; `both_ways` builds what takes its place."""
 
     def __init__(
         self,
@@ -56,9 +62,13 @@ class FunctionBlueprint(AbstractBlueprint):
         network: Callable[[int], nn.Module],
         init: Mapping[str, float],
         least_tokens: int = 1,
+        both_ways: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.name, self.family, self.init, self.network = network.__name__, family, init, network
         self.least_tokens = least_tokens
+        if both_ways is not None:
+            self.both_ways = FunctionBlueprint(family, both_ways, init, least_tokens)
+            self.both_ways.name = self.name
 
     def build(self, channels: int) -> nn.Module:
         """The network for features with `channels` channels."""

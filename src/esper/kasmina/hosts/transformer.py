@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import CausalAttention, Positions
+from esper.kasmina.blueprints.layers import Positions, SelfAttention
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
@@ -84,7 +84,7 @@ class Layer(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads, dropout=dropout)
+        self.attention = SelfAttention(width, heads, dropout=dropout)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout1, self.dropout2 = _dropout(dropout), _dropout(dropout)
 

@@ -554,7 +554,8 @@ class Population:
         """
         found: dict[tuple[int, int], Kind] = {}
         for index in registry.selectable(self.family):
-            blueprint, kinds, misfits = registry.blueprint_at(index, self.family), dict[tuple[int, int], Kind](), []
+            blueprint = registry.blueprint_at(index, self.family).within(causal=causal)
+            kinds, misfits = dict[tuple[int, int], Kind](), []
             if self.family is HostFamily.TRANSFORMER and max(t for t, _ in shapes.values()) < blueprint.least_tokens:
                 continue
             for point in self.points:

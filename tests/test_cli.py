@@ -281,7 +281,8 @@ def uninterrupted(path: Path, rounds: int) -> None:
     assert main([*arguments, "--out", str(path)]) == 0
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(folder, started, number):
     run = folder / "run"
     process = started(*LONG, "--out", str(run))

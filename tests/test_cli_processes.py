@@ -16,7 +16,7 @@ ESPER = (sys.executable, "-m", "esper")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
-@pytest.mark.parametrize(("steps", "noted"), [(14, True), (15, False)])
+@pytest.mark.parametrize(("steps", "noted"), [pytest.param(14, True, marks=pytest.mark.slow), (15, False)])
 def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, noted: bool
 ) -> None:

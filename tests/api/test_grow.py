@@ -252,6 +252,7 @@ def test_who_cannot_grow_is_refused(task, tmp_path):
         esper.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_networks_that_grew_too_large_to_be_kept_are_counted(task, capsys):
     said = {}
     for params in (500, 100_000):
@@ -312,7 +313,10 @@ def imported(monkeypatch):
     return by
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "loaded by its path alone"])
+@pytest.mark.parametrize(
+    "known",
+    [pytest.param(True, id="known", marks=pytest.mark.slow), pytest.param(False, id="loaded by its path alone")],
+)
 def test_a_grown_network_grows_again_outside_of_its_seeds_and_is_saved_as_source(imported, tmp_path, known):
     x, y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
 

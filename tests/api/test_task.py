@@ -432,6 +432,7 @@ def test_batch_normalization_of_single_values_is_trained_where_no_batch_is_of_on
     assert math.isfinite(grow(task).points)
 
 
+@pytest.mark.slow
 def test_a_network_that_grew_with_a_function_as_augmentation_is_saved(tmp_path):
     files = grow(own_task(augmentation=lambda x: x + 0.1 * torch.randn_like(x))).save(tmp_path / "net")
     assert (tmp_path / "net" / "model.py").exists(), files

@@ -77,6 +77,7 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert "grown exists already" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
     run = esper.train("mine.py:task", 1, 1, out="run", progress=False, **SMALL)
     assert run.evaluate("wait_only", num_envs=1, progress=False).rows[0].name == "trained"

@@ -160,6 +160,7 @@ def policy(tmp_path_factory):
     return esper.train_policy(tasks, out, rounds=2, num_envs=2, progress=False, **SMALL)
 
 
+@pytest.mark.slow
 def test_the_policy_of_several_tasks_grows_a_network_of_another_one_and_is_trained_further(policy, tmp_path):
     assert policy.name == "policy.safetensors"
     assert "mynet" not in esper.tasks.task_names()

@@ -124,6 +124,7 @@ def test_a_library_appears_under_its_name_only_when_it_is_complete(cache, source
     assert only(cache).stat().st_ino == int((tmp_path / "inode").read_text())  # what the compiler wrote was renamed
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_all_get_a_whole_library(cache, source):
     code = "import ctypes, sys; from esper.cpp.build import load; "
     code += "load(sys.argv[1], lambda path: ctypes.CDLL(str(path)), what='x', alternative='y')"

@@ -64,6 +64,7 @@ def test_the_ways_to_give_trained_weights_are_one(tmp_path, monkeypatch):
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
     assert len(TEN_LINES.splitlines()) <= 10
     assert "rounds=30, num_envs=8" in TEN_LINES

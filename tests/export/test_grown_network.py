@@ -100,7 +100,7 @@ def test_a_seed_passes_the_gradient_of_its_input_on(algorithm, gate, alpha, slop
     assert float(h.grad) == pytest.approx(slope)
 
 
-@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("loads", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_grown_host_with_a_frozen_backbone_is_the_same_as_files(loads, tmp_path):
     x = tiny.dataset().val.x
     of = tiny.task(host=ModuleHostSpec.of(partial(Backbone, loads=loads), SLOTS, x[:8]))

@@ -83,6 +83,7 @@ def test_a_run_keeps_the_best_host_of_all_rounds_and_tests_it_at_the_end(run):
     assert found["growth"] == pytest.approx(best["growth_ratio"])
 
 
+@pytest.mark.slow
 def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_path, capfd):
     found, last = small_runs.summary(run)["best_host"], max(episodes(run)[-2:], key=lambda line: line["objective"])
     assert main(["export", str(run), "--out", str(tmp_path / "best")]) == 0

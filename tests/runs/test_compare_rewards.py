@@ -83,6 +83,7 @@ def test_rewards_that_price_growth_differently_are_compared_by_the_j_of_each(run
     assert any(growth > 1.0 for growth in first.hosts["growth"]), "prices of nothing are equal"
 
 
+@pytest.mark.slow
 def test_with_several_seeds_a_run_is_one_unit_and_orders_do_not_matter(runs):
     paths = [runs(name) for name in ("objective-1", "objective-0", "shaped-0", "shaped-1")]
     found = compared(*paths, hosts=2)

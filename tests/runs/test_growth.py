@@ -191,7 +191,12 @@ def test_the_first_stage_of_a_small_budget_ends_with(small, losses, continued, u
     end_of_stage(small, losses)
     assert [small.entries[row].candidate for row in small.rows] == continued
     assert small.stages[1].until == until
+
+
+def test_after_its_first_stage_a_small_budget_is_spent_to_its_end(small):
+    end_of_stage(small, (1.0, 1.0, 1.11))
     assert finished(small).result()[1] in range(len(small.entries))
+    assert small.t == small.steps
 
 
 def end_of_stage(growth: Growth, losses: tuple[float, ...]) -> None:
@@ -589,7 +594,7 @@ def test_a_warm_up_is_as_large_a_share_of_each_stage_as_of_the_episode(grow, ste
 # -- a stop and its continuation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "stop"), [("halving", 5), ("hill_climbing", 4)])
+@pytest.mark.parametrize(("method", "stop"), [("halving", 5), pytest.param("hill_climbing", 4, marks=pytest.mark.slow)])
 def test_a_growth_that_was_stopped_continues_bitwise(grow, tmp_path: Path, method, stop):
     undisturbed = finished(grow(method))
     growth = grow(method)

@@ -66,7 +66,8 @@ def test_tasks_take_turns_and_every_round_trains_the_one_policy(undisturbed: Pat
     assert len(set(scales)) == 3  # that of the returns is the only thing that a task has for itself
 
 
-@pytest.mark.parametrize(("every", "stopped_after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "stopped_after"), [(1, 2), (2, 3)])
 def test_a_training_that_was_stopped_and_continued_ends_byte_for_byte_as_an_undisturbed_one(
     undisturbed: Path, tmp_path: Path, every: int, stopped_after: int
 ) -> None:
@@ -124,6 +125,7 @@ def test_the_command_line_trains_over_several_tasks_and_says_what_to_do_next(
     assert main(["evaluate", str(policy), "--task", "faulty_null", "--num-envs", "1", "--episode-length", "4"]) == 0
 
 
+@pytest.mark.slow
 def test_a_training_starts_from_a_policy_and_continues_without_its_file(undisturbed: Path, tmp_path: Path) -> None:
     start = tmp_path / "start.safetensors"
     start.write_bytes((undisturbed / POLICY).read_bytes())

@@ -106,6 +106,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(alone, tmp_path):
     done = esper("train", *NULL, "--ranks", "2", "--out", str(tmp_path / "run"))
     assert (done.returncode, done.stderr) == (0, "")

@@ -215,6 +215,7 @@ def seeds(shared_run: Callable[..., Path]) -> list[str]:
     return [str(shared_run("null", 1, *seed)) for seed in ((), ("--seed", "1"))]
 
 
+@pytest.mark.slow
 def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(
     seeds: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +268,7 @@ def test_baselines_can_meet_the_hosts_of_several_seeds(tmp_path: Path) -> None:
     assert rows["hosts"]["objective"][:3] != alone["hosts"]["objective"]
 
 
+@pytest.mark.slow
 def test_a_controller_plays_other_tasks_steps_and_slots(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_controller_plays_other_tasks_steps_and_slots(
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_several_tasks_give_the_comparisons_of_each_by_itself(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +335,7 @@ def test_static_common_is_the_most_frequent_structure() -> None:
     assert outcome_of(controller, config, hosts=4).grown == (common,) * 4
 
 
+@pytest.mark.slow
 def test_a_big_host_has_as_many_parameters_as_the_controller_ends_with_and_is_charged_for_them() -> None:
     config = resolve({"task": "tiny", "episode_length": 3})
     host = config.task_spec().host

@@ -47,6 +47,7 @@ def last_episode(run: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == "episode"][-2:]
 
 
+@pytest.mark.slow
 def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, exported, printed, tmp_path):
     network, episode = load(exported), last_episode(run)
     best = int(np.argmax([line["objective"] for line in episode]))
@@ -74,6 +75,7 @@ def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
     assert "holds one network; leave --host, --last and --live out" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score_and_goes_on(run, tmp_path):
     path = tmp_path / "run"
     with interrupted_at(1, 3):

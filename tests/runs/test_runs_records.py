@@ -109,6 +109,7 @@ def test_steps_of_two_rounds_are_not_written_together(bench: Bench) -> None:
     assert len(bench.notebook.taken) == 3  # nothing is written twice
 
 
+@pytest.mark.slow
 def test_a_run_records_the_same_whether_its_steps_are_written_together_or_alone(tmp_path: Path) -> None:
     assert small_runs.train(tmp_path / "together", "null", 2) == 0
     register_listener("active")(lambda path: Notebook())
@@ -133,6 +134,7 @@ def test_the_steps_before_a_failure_are_on_the_disk(
     assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_among_steps_that_wait_goes_on_with_the_same_records(
     shared_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

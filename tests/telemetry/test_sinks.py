@@ -208,6 +208,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_numbers_of_metrics_jsonl_and_discards_rounds_that_a_resume_repeats(
     resumed: Path,
 ) -> None:

@@ -243,21 +243,8 @@ class Task:
             for of in given.values():
                 without_mean(loss, of.y)  # refuses what another split alone leaves out
         objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
-        if isinstance(objective, Classification) and bool((found >= 0).all() and (found.sum(1) - 1).abs().max() < 1e-4):
-            warnings.warn(
-                f"the outputs of {_name(name, network)} are probabilities, but cross-entropy takes what is in front of "
-                "a softmax; leave the softmax out, or the network learns slowly.",
-                stacklevel=3,
-            )
-        size, usual = (float(of.double().abs().mean()) for of in (found, given["train"].y))
-        scales = any(isinstance(layer, _BatchNorm) for layer in network.modules())  # in training
-        if size > _WILD * max(1.0, usual) and not scales:
-            warnings.warn(
-                f"the outputs of a new {_name(name, network)} are about {size:.1g}, so it learns slowly or not at all; "
-                "scale train.x and the other inputs: (x - x.mean(0)) / x.std(0).",
-                stacklevel=3,
-            )
         self.name = _name(name, network)
+        _check_outputs(self.name, network, objective, found, given["train"].y)
         dataset = from_arrays(
             self.name,
             given["train"],
@@ -358,6 +345,24 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
             "the data; compute it for each example alone, and give random changes as augmentation=."
         )
     return prepare, structure, sample
+
+
+def _check_outputs(name: str, network: nn.Module, objective: Objective, outputs: Tensor, y: Tensor) -> None:
+    """Warn of probabilities in front of cross-entropy, and of outputs of a new network that only large inputs give."""
+    if isinstance(objective, Classification) and bool((outputs >= 0).all() and (outputs.sum(1) - 1).abs().max() < 1e-4):
+        warnings.warn(
+            f"the outputs of {name} are probabilities, but cross-entropy takes what is in front of a softmax; leave "
+            "the softmax out, or the network learns slowly.",
+            stacklevel=4,
+        )
+    size, usual = (float(of.double().abs().mean()) for of in (outputs, y))
+    scales = any(isinstance(layer, _BatchNorm) for layer in network.modules())  # in training
+    if size > _WILD * max(1.0, usual) and not scales:
+        warnings.warn(
+            f"the outputs of a new {name} are about {size:.1g}, so it learns slowly or not at all; scale train.x and "
+            "the other inputs: (x - x.mean(0)) / x.std(0).",
+            stacklevel=4,
+        )
 
 
 def _check_unit(name: str, points: Tensor) -> None:

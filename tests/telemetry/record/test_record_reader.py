@@ -280,6 +280,7 @@ def append(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+@pytest.mark.slow
 def test_a_record_that_follows_a_run_has_what_one_that_is_opened_has(copy: Path) -> None:
     whole = {name: (copy / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl", COMPARISON, "summary.json")}
     for name in (COMPARISON, "summary.json"):
@@ -373,7 +374,7 @@ def test_an_evaluation_that_makes_no_sense_is_named(copy: Path, document: object
     assert f"{COMPARISON} is damaged" in warning
 
 
-@pytest.mark.parametrize("library", ["pandas", "polars"])
+@pytest.mark.parametrize("library", ["pandas", pytest.param("polars", marks=pytest.mark.slow)])
 def test_a_frame_has_the_rows(record: Record, library: str) -> None:
     pytest.importorskip(library)
     sql = "SELECT host, reward FROM steps WHERE round = 1 AND t = 5 ORDER BY host"
@@ -402,7 +403,7 @@ def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path
     require_same_rows(path, run)
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("begun", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_that_was_killed_between_checkpoints_has_every_step_once(copy: Path, run: Path, begun: bool) -> None:
     path = copy
     newest = max(path.glob("checkpoints/round-*"))

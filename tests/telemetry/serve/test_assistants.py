@@ -106,8 +106,11 @@ def test_a_query_names_its_columns_and_what_it_leaves_out(runs):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"runs": ["a"], "sql": "with recursive x as (select 1 n union all select n + 1 from x) select sum(n) from x"},
-         "ended after 2 seconds"),
+        pytest.param(
+            {"runs": ["a"], "sql": "with recursive x as (select 1 n union all select n+1 from x) select sum(n) from x"},
+            "ended after 2 seconds",
+            marks=pytest.mark.slow,
+        ),
         ({"runs": ["a"], "sql": "select 1", "rows": 201}, "rows is 201, expected 1 to 200"),
         ({"runs": [], "sql": "select 1"}, "no run is named"),
         ({"runs": ["../a"], "sql": "select 1"}, "there is no run '../a'"),

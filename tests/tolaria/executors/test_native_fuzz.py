@@ -20,6 +20,7 @@ def surveyed(count, seed, look=differs):
     return report
 
 
+@pytest.mark.slow
 def test_random_networks_compute_what_they_compute_in_pytorch():
     surveyed(16, 0)
 

@@ -111,7 +111,7 @@ def test_dropout_depends_neither_on_the_global_generator_nor_on_the_other_hosts(
     ("build", "executor"),
     [
         (dropping, NativeExecutor),
-        (dropping, FusedExecutor),
+        pytest.param(dropping, FusedExecutor, marks=pytest.mark.slow),
         (dropping_unknown, FusedExecutor),
     ],
 )

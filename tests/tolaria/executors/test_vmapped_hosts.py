@@ -128,7 +128,10 @@ def grow_some(bench):
     bench.grow("r0c1", "token_mlp", CONDITIONS[3][0], alpha=full, algorithm=multiply, hosts=[3])
 
 
-@pytest.mark.parametrize(("network", "together"), [(Reader, False), (Recurrent, True), (Normed, True), (Einsum, False)])
+@pytest.mark.parametrize(
+    ("network", "together"),
+    [(Reader, False), pytest.param(Recurrent, True, marks=pytest.mark.slow), (Normed, True), (Einsum, False)],
+)
 def test_fused_is_streamed_for_a_network_that_runs_through_vmap(network, together):
     compare_fused(network, grow_some, together, 5)
 
@@ -167,7 +170,7 @@ class Attending(nn.Module):
         return self.out(self.r0c1(h + seen.transpose(0, 1)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"dropout": 0.2}, {"frozen": True}])
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.2}, pytest.param({"frozen": True}, marks=pytest.mark.slow)])
 def test_fused_is_streamed_for_pytorchs_attention(settings):
     def grow(bench):
         for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS[1:3], ALGORITHMS[::2])):
@@ -213,7 +216,9 @@ EMBEDDINGS = {
 }
 
 
-@pytest.mark.parametrize("embed", list(EMBEDDINGS))
+@pytest.mark.parametrize(
+    "embed", ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in EMBEDDINGS if name != "layer")]
+)
 def test_padding_that_the_trial_does_not_meet_stays_untrained_through_vmap(embed):
     data, padding = tokens.tokens(), VOCABULARY - 1
     x = data.train.x.clamp(max=padding - 1)

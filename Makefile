@@ -74,9 +74,9 @@ SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/ka
 test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype $(SHAPES) $(ARGS)
 
-# the tests of a group share one long run
+# the tests of a file share one long run
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) -m slow -n 2 --dist loadfile $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)

@@ -328,6 +328,15 @@ def test_help_needs_no_learning_library_and_other_commands_no_compiler():
         assert option in process.stdout
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_an_option_is_as_wide_as_the_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")  # tyro breaks the docstring of an option where its lines end, but no comment
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    texts = [line.strip("│ \n") for line in capsys.readouterr().out.splitlines() if line.startswith("│   ")]
+    assert all(re.match(r"[A-Z0-9]|auto|more|of a", text) for text in texts), texts
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_when_whoever_read_its_output_has_left(folder, started):
     run = folder / "run"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("learning")]
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "learning_curve.py"
 ROUNDS, HOSTS = 40, 64
 

@@ -14,11 +14,11 @@ TORTURE = Path(__file__).parents[2] / "scripts" / "torture.py"
 @pytest.mark.parametrize(
     "given",
     [
-        "files --operations null --faults kill ENOSPC half EIO --every 60 --seed 5",
+        "files --operations null --faults kill ENOSPC half EIO --every 120 --seed 5",
         "signals --tries 5 --seed 5",
-        "inputs --tries 50 --seed 5",
-        "settings --tries 8 --seed 5",
-        "values --tries 4 --seed 5",
+        "inputs --tries 25 --seed 5",
+        "settings --tries 4 --seed 5",
+        "values --tries 2 --seed 5",
     ],
 )
 def test_ill_treatment_loses_nothing_and_every_error_is_a_sentence(given):

@@ -42,12 +42,12 @@ class Evaluate:
     Controllers are not trained further; run directories are not changed.
     """
 
+    # Run directories, baselines and policy files; several runs are one controller, trained with several seeds, or
+    # several rewards or learners side by side, where they differ in settings of these alone. Runs of one are compared
+    # with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic, explore_then_commit,
+    # static_final, static_common, big_host, untrained, and where they were searched best_schedule, portfolio and
+    # halving. Besides: random_search, hill_climbing.
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
-    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds, or
-    several rewards or learners side by side, where they differ in settings of these alone. Runs of
-    one are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
-    explore_then_commit, static_final, static_common, big_host, untrained, and where they were searched best_schedule,
-    portfolio and halving. Besides: random_search, hill_climbing."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
@@ -58,19 +58,19 @@ class Evaluate:
     """Reward, if no run is given. (objective)"""
     num_envs: Whole = 16
     """Hosts per controller and seed. (16)"""
+    # Compare all of them once more at this budget, e.g. 1e9, for training and measuring a host: each controller run as
+    # often as fits, validation keeps the best. (no such comparison; portfolio, halving, random_search and hill_climbing
+    # spend what the trained controller does, without a run three trainings of the plain host)
     flops_per_host: Real = None
-    """Compare all of them once more at this budget, e.g. 1e9, for training and measuring a host: each controller run as
-    often as fits, validation keeps the best. (no such comparison; portfolio, halving, random_search and hill_climbing
-    spend what the trained controller does, without a run three trainings of the plain host)"""
     episode_length: Number = None
     """Control steps per episode. (as in the run, or set by the task)"""
     architecture: FilePath = None
     """The model.json of an exported network that static_final starts with, if no run is given."""
     seed: Annotated[tyro.conf.UseAppendAction[tuple[int, ...]], placeholder("N")] = ()
     """Seed of the evaluation hosts: one for each run, or any number without runs. (training seed + 1000000)"""
+    # Folder that keeps each outcome as soon as it is known, evaluation.json, and with --flops-per-host a picture; a
+    # second call continues there.
     out: FilePath = None
-    """Folder that keeps each outcome as soon as it is known, evaluation.json, and with --flops-per-host a picture; a
-    second call continues there."""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (as in the run)"""
     data_dir: FilePath = None
@@ -184,9 +184,9 @@ class Search:
     """Folder of the files. (a new folder under runs/)"""
     preset: Text = None
     """Base settings. (quickstart)"""
+    # Hosts that run at once; of --portfolio as many as the budget pays for. (as in training; up to 256 for scripted
+    # tasks)
     num_envs: Number = None
-    """Hosts that run at once; of --portfolio as many as the budget pays for. (as in training; up to 256 for scripted
-    tasks)"""
     episode_length: Number = None
     """Control steps per episode. (set by the task)"""
     seed: Number = None

@@ -33,8 +33,7 @@ class Grow:
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "last"
-    """The best network that a stage ended with, or that of the best step of the last stage, if it is better; by their
-    validation scores."""
+    """The network with the best validation score at the end of a stage, or in any step of the last stage too."""
     beside: Annotated[
         tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
         placeholder("NAME"),

@@ -46,9 +46,9 @@ class Report:
     """The HTML file to write. (report.html in the first run directory)"""
     figures: Flag = False
     """Also write a picture of each run beside the page, as PNG and SVG: run.png, or NAME.png for several runs."""
+    # New hosts on which is measured what the controller looks at; 0 leaves it out. (16, if that takes less than a
+    # minute)
     num_envs: Number = None
-    """New hosts on which is measured what the controller looks at; 0 leaves it out. (16, if that takes less than a
-    minute)"""
     plugins: Plugins = ()
     """Plugins of the runs that may be executed to measure it."""
     trust: Flag = False

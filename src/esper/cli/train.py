@@ -45,9 +45,9 @@ class Train:
 
     config: FilePath = None
     """Configuration file (TOML); command-line options override it."""
+    # Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. With several, the rounds
+    # take turns and train one policy, OUT/policy.safetensors; the same command again continues. (digits)
     task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
-    """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. With several, the rounds
-    take turns and train one policy, OUT/policy.safetensors; the same command again continues. (digits)"""
     policy: Text = None
     """Learned policy to start from: its file, a checkpoint of a run, or pretrained. (a new policy)"""
     preset: Text = None
@@ -58,9 +58,9 @@ class Train:
     """Hosts that train in parallel. (set by the preset)"""
     episode_length: Number = None
     """Control steps (host epochs) per round. (set by the task)"""
+    # The model.json of an exported network: train hosts with the same seeds from new weights, in one round, instead of
+    # a controller.
     architecture: FilePath = None
-    """The model.json of an exported network: train hosts with the same seeds from new weights, in one round, instead of
-    a controller."""
     seed: Number = None
     """Random seed; equal seeds give equal runs. (0)"""
     reward: Text = None
@@ -90,9 +90,9 @@ class Train:
     """Those steps, from the third on. (3-5)"""
     out: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
+    # Run directory to continue. Only --rounds, --device, --data-dir, --compile, --checkpoint-every and --sinks can be
+    # changed; --trust or --plugins allow its plugins.
     resume: FilePath = None
-    """Run directory to continue. Only --rounds, --device, --data-dir, --compile, --checkpoint-every and --sinks can be
-    changed; --trust or --plugins allow its plugins."""
     trust: Flag = False
     """Execute all plugins that a run directory names, with --resume or --config."""
 

@@ -39,6 +39,8 @@ class Options:
     """Of the learning rate."""
     seeds: tuple[int, ...] = (11, 12)
     """Of the split, the initial weights and the order of the examples; those of the tables are 1 to 3."""
+    full: bool = False
+    """Take all examples and epochs of the hosts, not those of the small table."""
     data_dir: Path | None = None
     """Folder of the data files. ($ESPER_DATA)"""
 
@@ -80,7 +82,8 @@ def main(options: Options) -> int:
     try:
         folder = data_folder(options.data_dir)
         for host, seed in product((host for host in HOSTS if host.name in options.hosts), options.seeds):
-            (examples, epochs), whole = host.small, host.load(folder, seed)
+            examples, epochs = (host.examples, host.epochs) if options.full else host.small
+            whole = host.load(folder, seed)
             data = whole.fewer(examples, max(1, len(whole.val[1]) * examples // host.examples))
             plan = plans(host, data, budget_of(host, data, epochs))[SMALL]
             for blueprint, factor in product(options.blueprints, options.factors):

@@ -44,7 +44,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
-from esper.runs.growth import METHODS, SAVE_EVERY, Budget, Growth, Keep, Method
+from esper.runs.growth import HOPELESS, METHODS, SAVE_EVERY, Budget, Growth, Keep, Method, require_trained
 from esper.runs.leaderboard import Leaderboard, compared
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
@@ -575,6 +575,8 @@ class _Watch:
 
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
+        if len(self.reports) == HOPELESS:
+            require_trained([report.val_acc for report in self.reports], HOPELESS)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)
 

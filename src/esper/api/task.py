@@ -242,6 +242,11 @@ class Task:
         if loss is not None:
             for of in given.values():
                 without_mean(loss, of.y)  # refuses what another split alone leaves out
+
+        def answers(part: str, rows: slice) -> Tensor:
+            return _outputs(network, part, inputs_of(prepare, given[part].x[rows].clone()), batch)
+
+        _check_figures(given, loss, metric, found, answers)
         objective = _objective(found, given["train"].y, loss, metric, unit, blind_loss, label_smoothing)
         self.name = _name(name, network)
         _check_outputs(self.name, network, objective, found, given["train"].y)
@@ -498,6 +503,53 @@ def _objective(
     default = "loss reduction" if metric is None else "score"
     blind = float(losses.mean()) if blind_loss is None else blind_loss
     return Custom(loss=loss, metric=metric, blind_loss=blind, unit=unit or default)
+
+
+def _check_figures(
+    given: Mapping[str, Stored],
+    loss: PerExample | None,
+    metric: PerExample | None,
+    outputs: Tensor,
+    answers: Callable[[str, slice], Tensor],
+) -> None:
+    """Raise DataError for an example whose loss, its gradient or metric, of the user's, is NaN or infinite at the start.
+
+    `outputs` [n, ...] of some examples stand for those of all, because mostly the targets decide; where they show
+    something, the examples' own do: `answers` of a split and rows of it.
+    """
+    y = given["train"].y
+    functions = {"loss": None if loss is None else without_mean(loss, y), "metric": metric}
+    for (name, function), rows in zip(functions.items(), (len(outputs), 4), strict=True):
+        if function is not None:
+            per_example(name, function, outputs[:rows].clone(), y[:rows].clone())  # what fails without gradients
+    for part, of in given.items():
+        for begin in range(0, len(of.y), len(outputs)):
+            here = slice(begin, begin + len(outputs))
+            for name, function in functions.items():
+                if function is None or _worst(name, function, outputs, of.y[here], part) is None:
+                    continue
+                if found := _worst(name, function, answers(part, here), of.y[here], part):
+                    place, what = found
+                    raise DataError(
+                        f"{what} of {part}[{begin + place}] is NaN or infinite for the outputs of a new network; look "
+                        "for a division by 0, or a root or logarithm of it (torch.where leaves their gradient NaN: "
+                        "clamp what is divided by), or leave the example out."
+                    )
+
+
+def _worst(name: str, function: PerExample, outputs: Tensor, y: Tensor, part: str) -> tuple[int, str] | None:
+    """The first example of a batch with a figure that is not finite, and what it is; of losses in training, gradients."""
+    outputs = outputs[: len(y)].clone().requires_grad_(name == "loss" and part == "train")
+    with torch.enable_grad():
+        figures = per_example(name, function, outputs, y.clone())
+    finite, what = figures.isfinite(), f"the {name}"
+    if bool(finite.all()) and figures.requires_grad:
+        try:
+            (gradient,) = torch.autograd.grad(figures.sum(), outputs, materialize_grads=True)
+        except RuntimeError as error:
+            raise ConfigError(f"the gradient of the loss cannot be computed: {in_words(error)}") from error
+        finite, what = gradient.flatten(1).isfinite().all(dim=1), "the gradient of the loss"
+    return None if bool(finite.all()) else (int((~finite).int().argmax()), what)
 
 
 def _is_usual(loss: PerExample | None, outputs: Tensor, y: Tensor) -> bool:

@@ -83,8 +83,8 @@ _FREE, _FREE_RATES = 1.02, (1.0, 3.0)
 """Price of an architecture, in that of the network alone, up to which it costs nothing, and the factors of its rate."""
 _EARLY = 0.02
 """Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
-else that goes on; and likewise at the rate of the task than at three times the rate. What these are worth shows late
-(docs/experiments.md)."""
+else that goes on; and likewise at each learning rate than at the one three times as high. What these are worth shows
+late (docs/experiments.md)."""
 _FAST, _SLOWER_UNTIL = 0.1, 0.1
 """Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage."""
 _FEW = 3
@@ -123,6 +123,8 @@ _LEAST_GAIN = 0.1
 holds many trainings."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
+HOPELESS = 3
+"""First steps after which a growth ends whose networks were all rolled back in each of them."""
 SAVE_EVERY = 30.0
 """Seconds between two files of the state."""
 
@@ -204,6 +206,17 @@ def side_by_side(stages: Sequence[Stage], many: int) -> tuple[Stage, ...]:
 def _lasting(costs: Sequence[float], at_once: float) -> float:
     """FLOPs of candidates, where `at_once` of them last as long as one."""
     return max(*costs, sum(costs) / at_once) if len(costs) > 1 else sum(costs)
+
+
+def require_trained(points: Sequence[Sequence[float]], steps: int) -> None:
+    """Raise ConfigError if no network has been trained in its first steps: its figure of merit is NaN in each."""
+    if not any(math.isfinite(of_step) for of_network in points for of_step in of_network):
+        raise ConfigError(
+            f"nothing has been learned in the first {counted(steps, 'step')}: the loss or a gradient of each network "
+            "was NaN or infinite, and it went back to the weights before. Lower the learning rate, or look in the "
+            "network and the loss for a division by 0, or a root or logarithm of it, in training mode "
+            "(torch.autograd.detect_anomaly() names the operation)."
+        )
 
 
 @final
@@ -683,6 +696,8 @@ class Growth:
         self._engine.step(self._client)
         self._engine.apply_structure()  # the report comes now
         self.t += 1
+        if self.t == HOPELESS:
+            require_trained([self.entries[row].val for row in self.rows], self.t)
         self._pay([self._of_step(self.entries[row].candidate) for row in self.rows])
         is_last = self.stage == len(self.stages) - 1
         if self.t == self.end or (is_last and self._keep == "best"):
@@ -769,8 +784,8 @@ class Growth:
         price = 0.0 if self._is_rich and not free else math.log2(entry.flops / self._prices.flops(Architecture()))
         share = _LEAST_GAIN * price
         if free:
-            slow = entry.candidate.rate < max(_FREE_RATES)
-            share += _EARLY * ((entry.candidate.architecture != free) + slow)
+            slower = sum(entry.candidate.rate < rate for rate in _FREE_RATES)
+            share += _EARLY * ((entry.candidate.architecture != free) + slower)
         loss = entry.loss[-1] + share * abs(entry.loss[-1])
         return -loss if math.isfinite(loss) else -math.inf
 

@@ -138,6 +138,11 @@ class Leaderboard:
                 f"What is kept is the network of step {self.steps} of {len(kept.val)} (spent counts them all); that of "
                 f"the last step has {kept.score:.2f}. Later steps did not help: fewer FLOPs may be enough.\n"
             )
+        if lost := sum(not math.isfinite(points) for points in kept.val[: self.steps]):
+            more += (
+                f"In {lost} of {counted(self.steps, 'step')} of what is kept the loss or a gradient was NaN or infinite, "
+                "and the network went back to the step before: lower the learning rate, or look for a division by 0.\n"
+            )
         if self.guessing is not None and self.val <= self.guessing:
             more += (
                 f"No candidate is better than one answer for all examples, which has {self.guessing:.2f}: allow more "

@@ -52,6 +52,7 @@ MAY_CATCH_ALL = {
     "tamiyo/scripted.py": "any error of a user's script is raised again with its name and the step",
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
     "tolaria/executors/native/trace.py": "any error of a user's code in a trace is why it has no rule",
+    "tolaria/executors/native/compare.py": "whatever a copy of a user's network raises, it is run by PyTorch",
     "telemetry/sinks.py": "whatever a listener or a sink does, it does not stop a run",
     "tolaria/runtime.py": "any error of a user's code on a GPU is raised again with the name of the device",
     "cli/record.py": "any error of the thread of a query is raised again in the main one",

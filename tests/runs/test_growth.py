@@ -183,7 +183,8 @@ def test_a_small_budget_compares_the_network_alone_with_what_is_free(small, grow
         pytest.param((1.0, 1.03, 1.06), [ALONE], 1.0, id="the network alone where it is better by more"),
         pytest.param((1.0, 1.03, 1.02), [Candidate(rate=3.0)], 1.0, id="at the better rate of the others"),
         pytest.param((1.0, 1.01, 1.0), [FASTER], 1.0, id="the better rate"),
-        pytest.param((1.0, 1.0, 1.11), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="a third where three times is worse"),
+        pytest.param((1.0, 1.0, 1.24), [GROWN], 1.0, id="no third where three times is worse by less"),
+        pytest.param((1.0, 1.0, 1.26), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="a third where three times is worse"),
         pytest.param((1.0, 1.0, math.nan), [GROWN, Candidate(FREE, 1 / 3)], 0.1, id="or is not a number"),
     ],
 )

@@ -512,7 +512,7 @@ def _check_figures(
     outputs: Tensor,
     answers: Callable[[str, slice], Tensor],
 ) -> None:
-    """Raise DataError for an example whose loss, its gradient or metric, of the user's, is NaN or infinite at the start.
+    """Raise DataError for an example whose loss, gradient of it or metric is NaN or infinite for a new network.
 
     `outputs` [n, ...] of some examples stand for those of all, because mostly the targets decide; where they show
     something, the examples' own do: `answers` of a split and rows of it.
@@ -538,7 +538,7 @@ def _check_figures(
 
 
 def _worst(name: str, function: PerExample, outputs: Tensor, y: Tensor, part: str) -> tuple[int, str] | None:
-    """The first example of a batch with a figure that is not finite, and what it is; of losses in training, gradients."""
+    """The first example of a batch with a figure that is not finite, and what it is; of training with gradients."""
     outputs = outputs[: len(y)].clone().requires_grad_(name == "loss" and part == "train")
     with torch.enable_grad():
         figures = per_example(name, function, outputs, y.clone())

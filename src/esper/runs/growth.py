@@ -85,8 +85,9 @@ _EARLY = 0.02
 """Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
 else that goes on; and likewise at each learning rate than at the one three times as high. What these are worth shows
 late (docs/experiments.md)."""
-_FAST, _SLOWER_UNTIL = 0.1, 0.1
-"""Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage."""
+_FAST, _SLOWER_UNTIL = 0.25, 0.1
+"""Share by which three times the rate is worse where a third of it is tried as well, and the end of that stage. A third
+looks better in a few steps than it is in many (docs/experiments.md)."""
 _FEW = 3
 """Candidates from which on there are two rungs."""
 _KEPT_SHARE = 0.6

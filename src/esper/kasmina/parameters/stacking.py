@@ -32,7 +32,7 @@ from esper.kasmina.hosts.host import Apply, near
 from esper.kasmina.parameters.dropout import Draws, KeyedAttention, Moment, can_be_keyed, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, drop_batch_counters, parameter_layout
-from esper.leyline.errors import StackingError
+from esper.leyline.errors import StackingError, in_words
 
 
 def _affine(tensor: Tensor | None) -> Tensor | None:
@@ -363,7 +363,7 @@ class Vmapped(nn.Module):
         self._modules.update(module._modules)  # the paths of the original, to which weights are bound
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
-        single = copy.deepcopy(module)
+        single = _copied(module)
         _without_fast_paths(single)
         for layer in single.modules():
             if can_be_keyed(layer):
@@ -443,9 +443,19 @@ def _own(module: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
     ]
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy; raises StackingError where the module keeps what cannot be copied, such as features of its last pass."""
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # any error of the user's code
+        raise StackingError(
+            f"{type(module).__name__} cannot be copied by copy.deepcopy ({in_words(error)}); use executor 'streamed'."
+        ) from error
+
+
 def vmapped(module: nn.Module) -> nn.Module:
     """The module for many hosts by `torch.vmap`."""
-    return Vmapped(copy.deepcopy(module))
+    return Vmapped(_copied(module))
 
 
 def can_stack_layers(module: nn.Module) -> bool:
@@ -455,7 +465,7 @@ def can_stack_layers(module: nn.Module) -> bool:
 
 def stack_layers(module: nn.Module) -> nn.Module:
     """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
-    stacked = copy.deepcopy(module)
+    stacked = _copied(module)
     _stack_in_place(stacked)
     _without_fast_paths(stacked)
     return stacked
@@ -568,7 +578,7 @@ def _problem(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dt
     It is the error and its layer, or the first layer whose outputs differ, in this precision.
     """
     layout, buffers = parameter_layout(module), buffer_layout(module)
-    stacked, alone = StackedTemplate(copy.deepcopy(stack).to(dtype), layout, buffers), copy.deepcopy(module).to(dtype)
+    stacked, alone = StackedTemplate(_copied(stack).to(dtype), layout, buffers), _copied(module).to(dtype)
     x = trial.x.to(dtype) if trial.x.is_floating_point() else trial.x
     trial = trial._replace(x=x, rows=trial.rows.to(dtype), state=trial.state.to(dtype))
     for training in (True, False):

@@ -63,25 +63,31 @@ def r2(outputs: torch.Tensor, targets: torch.Tensor, batch: int = 7) -> float:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 4)])
-def test_r2_is_that_of_scikit_learn_averaged_over_the_outputs(shape):
+def test_r2_is_that_of_scikit_learn_weighted_by_the_variance_of_each_output(shape):
     from sklearn.metrics import r2_score
 
     generator = torch.Generator().manual_seed(1)
-    # outputs of very different scales: with one variance for all, the largest would decide
+    # outputs of very different scales, of which the largest decides as it does in the loss
     targets = torch.randn(20, *shape, generator=generator) * torch.tensor(10.0) ** torch.arange(shape[-1]) + 5.0
     outputs = targets + torch.randn(20, *shape, generator=generator)
-    expected = r2_score(targets.flatten(1).numpy(), outputs.flatten(1).numpy())
+    expected = r2_score(targets.flatten(1).numpy(), outputs.flatten(1).numpy(), multioutput="variance_weighted")
     assert r2(outputs, targets) == pytest.approx(100.0 * expected, rel=1e-5)
 
 
-def test_r2_of_targets_that_are_all_equal_is_one_if_they_are_met_and_else_zero():
-    from sklearn.metrics import r2_score
-
-    # the first output: errors 1, 0, 0, 1 and variance 5 / 4, so 1 - 2 / 5; the second and third have no variance
+def test_r2_of_outputs_that_are_all_equal_counts_their_errors_and_if_nothing_varies_what_is_met():
+    # squared errors 0.5 of the first output and 0.0375 of the third, variances 1.25, 0 and 0: 1 - 0.5375 / 1.25
     targets = torch.tensor([[0.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 3.0], [3.0, 2.0, 3.0]])
     outputs = targets + torch.tensor([[1.0, 0.0, 0.1], [0.0, 0.0, 0.2], [0.0, 0.0, -0.1], [1.0, 0.0, 0.3]])
-    assert r2(outputs, targets) == pytest.approx(100.0 * (0.6 + 1.0 + 0.0) / 3.0)
-    assert r2(outputs, targets) == pytest.approx(100.0 * r2_score(targets.numpy(), outputs.numpy()))
+    assert r2(outputs, targets) == pytest.approx(57.0)
+    same = torch.full((4, 3), 2.0)  # nothing varies: the share of examples that are met
+    assert r2(same + torch.tensor([[0.0], [0.1], [0.0], [0.0]]), same) == pytest.approx(75.0)
+
+
+def test_the_network_with_the_lower_loss_has_the_higher_r2_though_an_output_hardly_varies():
+    targets = torch.tensor([[0.0, 1e-3], [4.0, 0.0], [8.0, 0.0]])
+    close, far = targets + torch.tensor([0.1, 0.1]), targets + torch.tensor([0.5, 0.0])
+    assert MeanSquaredError(variance=1.0).scores(close, targets).loss.mean() < 0.1
+    assert r2(close, targets) > r2(far, targets)
 
 
 # -- outputs that are not finite --------------------------------------------------------------------------------------

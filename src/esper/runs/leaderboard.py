@@ -140,8 +140,8 @@ class Leaderboard:
             )
         if lost := sum(not math.isfinite(points) for points in kept.val[: self.steps]):
             more += (
-                f"In {lost} of {counted(self.steps, 'step')} its loss or a gradient was NaN or infinite "
-                "and it went back to the step before: lower the learning rate, or look for a division by 0.\n"
+                f"In {lost} of {counted(self.steps, 'step')} what is kept had a NaN or infinite loss or gradient and "
+                "went back to the step before: lower the learning rate, or look for a division by 0.\n"
             )
         if self.guessing is not None and self.val <= self.guessing:
             more += (

@@ -108,14 +108,15 @@ class NextToken:
 class MeanSquaredError:
     """Squared error, averaged over the outputs of an example; the figure of merit is R² in percent.
 
-    R² is that of `sklearn.metrics.r2_score` on the split that `of_split` was given: for each output 1 - squared error /
-    variance of its targets in the split, averaged over the outputs. An output whose targets are all equal counts 1 for
-    each example that is met exactly, and 0 for the others.
+    R² is that of `sklearn.metrics.r2_score(..., multioutput="variance_weighted")` on the split that `of_split` was
+    given: 1 - squared error / variance of the targets in the split, both averaged over the outputs. So the network with
+    the lowest loss has the highest R², whatever the variances; errors of outputs whose targets are all equal count too,
+    which scikit-learn leaves out. If all targets are equal, an example counts 1 if it is met exactly, and else 0.
 
     Attributes:
         variance: of the training targets, averaged over the outputs: the loss of guessing their mean.
-        factors: of the squared error of each output, and of whether it is above 0, [outputs]; None before `of_split`,
-            where the error is divided by `variance`.
+        factors: of the squared error, and of whether it is above 0; None before `of_split`, where the error is divided
+            by `variance`.
     """
 
     variance: Positive
@@ -134,13 +135,12 @@ class MeanSquaredError:
         """Outputs and targets [R, ...]; raises ValueError unless their shapes are equal."""
         if outputs.shape != targets.shape:  # subtraction would broadcast them
             raise ValueError("outputs and targets differ in shape")
-        errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1)
-        losses, errors = errors.mean(dim=1), errors.detach()
+        losses = (outputs.float() - targets.float()).square().reshape(len(outputs), -1).mean(dim=1)
         if self.factors is None:
             relative = losses.detach() / self.variance
         else:
             of_error, of_miss = self.factors
-            relative = (errors * of_error + (errors > 0.0) * of_miss).sum(dim=1)
+            relative = losses.detach() * of_error + (losses.detach() > 0.0) * of_miss
         return Scores(losses, relative, torch.ones_like(relative))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ class MeanSquaredError:
     def of_split(self, targets: Tensor) -> "MeanSquaredError":
         """The same with R² of a split with the targets [n, ...]; no device read."""
         y = targets.reshape(len(targets), -1).double()
-        constant = (y == y[0]).all(dim=0)
-        of_error = (y.var(dim=0, correction=0) * y.shape[1]).reciprocal().masked_fill(constant, 0.0)
-        return replace(self, factors=(of_error.float(), constant.float() / y.shape[1]))
+        constant = (y == y[0]).all()
+        of_error = y.var(dim=0, correction=0).mean().reciprocal().masked_fill(constant, 0.0)
+        return replace(self, factors=(of_error.float(), constant.float()))
 
 
 @final

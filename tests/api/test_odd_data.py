@@ -146,12 +146,36 @@ WORKS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the outputs of a new", "ignore:all training targets")
 @pytest.mark.parametrize("executor", ["streamed", "native"])
 @pytest.mark.parametrize("given", WORKS.values(), ids=WORKS.keys())
 def test_a_network_is_kept_and_measured_whatever_the_data(given, executor):
     for points in result(executor=executor, **given):
         assert points is not None
         assert 0.0 <= points <= 100.0
+
+
+class Rooted(nn.Module):
+    """Divides features by their length, whose gradient is NaN for inputs of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(X.shape[1], 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        return self.head(h / (h.square().sum(dim=1, keepdim=True).sqrt() + 1e-6))
+
+
+@pytest.mark.parametrize("method", ["plain", "auto", "wait_only"])
+def test_a_growth_in_which_nothing_is_learned_ends_after_three_steps_with_a_sentence(method):
+    x = torch.cat((torch.zeros(1, X.shape[1]), X[1:].float()))
+    broken = esper.Task(Rooted, ["stem"], (x, Y), val=(x[1:], Y[1:]), batch=16, episode_length=5)
+    budget = None if method == "wait_only" else esper.Budget(flops=2e6)
+    with pytest.raises(
+        EsperError, match="nothing has been learned in the first 3 steps: the loss or a gradient of each"
+    ):
+        esper.grow(broken, method, budget=budget, progress=False)
 
 
 @pytest.mark.parametrize("executor", ["streamed", "native"])

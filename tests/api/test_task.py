@@ -1,19 +1,21 @@
 """esper.Task: objectives by targets or by functions, and what is refused."""
 
 import copy
+import functools
 import math
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from own_tasks import MyNet, Zero, grow, images, own_task, points, train
-from torch import nn
+from torch import Tensor, nn
 
 import esper
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.errors import EsperError
+from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.tasks.losses import MeanSquaredError
 from user_networks import MLP, Encoder, Tied
 
@@ -125,6 +127,85 @@ def test_targets_that_are_far_from_0_are_noticed():
         UserWarning, match=r"training targets are 1\.5e\+03 away from 0 .*; scale them, or it needs many"
     ):
         esper.Task(train=(x, 1500.0 + x[:, :1]), **given)
+
+
+def masked(divide: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The squared error where the second target is 1, by how often that is."""
+
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        count = y[:, 1:].sum(1)
+        return divide(((outputs - y[:, :1]).square() * y[:, 1:]).sum(1), count)
+
+    return loss
+
+
+def by_where(error: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, (error / count).sqrt(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("part", "loss", "metric", "said"),
+    [
+        (
+            "train",
+            masked(torch.div),
+            None,
+            r"the loss of train\[5\] is NaN or infinite for the outputs of a new network",
+        ),
+        ("val", masked(torch.div), None, r"the loss of val\[5\] is NaN"),
+        ("train", masked(by_where), None, r"the gradient of the loss of train\[5\] is NaN .* clamp what is divided by"),
+        ("val", masked(lambda error, count: error), masked(torch.div), r"the metric of val\[5\] is NaN"),
+    ],
+)
+def test_an_example_whose_loss_gradient_or_metric_is_nan_is_named(part, loss, metric, said):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.stack((x[:, 0], torch.ones(60)), dim=1)
+    given = {"train": (x[:40], y[:40].clone()), "val": (x[40:], y[40:].clone())}
+    task = functools.partial(
+        esper.Task, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), ["0"], loss=loss, metric=metric, batch=16
+    )
+    task(**given)
+    given[part][1][5, 1] = 0.0
+    with pytest.raises(DataError, match=said):
+        task(**given)
+
+
+def test_a_loss_that_is_infinite_for_the_outputs_of_other_examples_alone_is_taken():
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    legal, y = x > -1.0, (x + 100.0).argmax(1)  # the largest is legal, and not in other examples
+
+    class Legal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).masked_fill(x <= -1.0, -torch.inf)
+
+    assert not legal.all()
+    esper.Task(Legal, ["layer"], (x, y), loss=lambda o, y: F.cross_entropy(o, y, reduction="none"), blind_loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("channels", "y", "said"),
+    [
+        (1, torch.randn(8, 5, 5), r"give targets with an axis more, y\[:, None\]; or"),
+        (1, torch.zeros(8, 5, 5, dtype=torch.bool), r"y\[:, None\]\.float\(\) and loss=nn\.BCEWithLogitsLoss\(\); or"),
+        (3, torch.randn(8, 5, 5), r"classes as integers, y\.long\(\); or"),
+        (3, torch.full((8, 5, 5), -100), r"ignore_index=-100, .* / \(y != -100\)\.float\(\)\.mean\(\(1, 2\)\)\.clamp"),
+        (3, torch.arange(200).view(8, 5, 5), "classes 0 to 2 for 3 channels, not 3 to 199; or"),
+    ],
+)
+def test_for_a_target_of_each_pixel_the_advice_fits_its_type(channels, y, said):
+    x = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ConfigError, match=said):
+        esper.Task(lambda: nn.Sequential(nn.Conv2d(2, channels, 1)), ["0"], (x, y), val=(x, y))
+
+
+def test_targets_of_one_class_alone_are_noticed():
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="all training targets of sequential are of class 1, so there is nothing"):
+        esper.Task(lambda: nn.Sequential(nn.Linear(4, 2)), ["0"], (x, torch.ones(20, dtype=torch.int64)), classes=None)
 
 
 def test_inputs_that_are_not_scaled_are_noticed_by_the_outputs_of_a_new_network():

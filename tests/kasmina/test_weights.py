@@ -215,7 +215,10 @@ MISFITS: list[tuple[object, str]] = [
         r"'head.weight' is \[5, 32\] instead of \[10, 32\], 'head.bias' is \[5\] instead of \[10\]. All",
     ),
     (Tied().state_dict(), r"missing 'stem.0.weight', .* and \d+ more; unexpected 'embed.weight', 'mix.weight',.*and 1"),
-    (without("head.bias"), r"load_state_dict\(weights, strict=False\) and give model=network"),
+    (
+        without("head.bias"),
+        "v.shape == own.k..shape}, strict=False., where own = network.state_dict.., and give model=network",
+    ),
     ({**STATE, "head.bias": torch.full((10,), torch.nan)}, "'head.bias' of weights is NaN or infinite"),
     ({"model": STATE, "model_ema": STATE}, r"several networks, 'model', 'model_ema'; give one of them, e.g. weights="),
     ({}, "weights is of type dict, expected names and tensors"),

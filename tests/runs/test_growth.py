@@ -708,6 +708,15 @@ def test_what_is_kept_has_one_figure_in_the_whole_table():
     assert [kept for _, _, _, kept in board.courses] == [(2.5, 83.0), None, None]
 
 
+def test_steps_that_were_rolled_back_are_counted_for_what_is_kept_alone():
+    kept, other = entry(81.0, 100), entry(80.0, 90)
+    other.val, other.loss = [math.nan, 80.0], [1.0, 1.0]
+    assert "went back to the step before" not in str(board_of(kept, other))
+    kept.val, kept.loss = [math.nan, 83.0, 81.0], [1.0, 1.0, 1.0]
+    said = "In 1 of 2 steps what is kept had a NaN or infinite loss or gradient and went back to the step before: lower"
+    assert said in str(replace(board_of(kept, other), steps=2))
+
+
 @pytest.mark.parametrize(("guessing", "said"), [(90.0, True), (89.9, False), (None, False)])
 def test_candidates_that_only_guess_are_noticed(guessing, said):
     board = str(board_of(entry(90.0, 10), guessing=guessing))

@@ -576,7 +576,7 @@ class _Watch:
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
         if len(self.reports) == HOPELESS:
-            require_trained([report.val_acc for report in self.reports], HOPELESS)
+            require_trained([report.val_acc.tolist() for report in self.reports], HOPELESS)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)
 

@@ -191,7 +191,7 @@ class Task:
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
         augmentation: Augmentation | Callable[[Any], Any] | None = None,
-        classes: Sequence[str] | np.ndarray = (),
+        classes: Sequence[str] | np.ndarray | None = None,
         episode_length: int = 40,
         batches_per_step: int | None = None,
         last_batch: LastBatch = "merge",
@@ -258,7 +258,7 @@ class Task:
             objective=objective,
             inputs=prepare,
             augmentation=augmentation,
-            class_names=tuple(map(str, classes)),
+            class_names=() if classes is None else tuple(map(str, classes)),
             run_seed=seed,
         )
         if digest is not None:  # a run does not go on with other weights
@@ -360,7 +360,11 @@ def _check_outputs(name: str, network: nn.Module, objective: Objective, outputs:
             "the softmax out, or the network learns slowly.",
             stacklevel=4,
         )
-    size, usual = (float(of.double().abs().mean()) for of in (outputs, y))
+    if isinstance(objective, Classification) and len(y) > 1 and bool((y == y[0]).all()):
+        warnings.warn(
+            f"all training targets of {name} are of class {int(y[0])}, so there is nothing to learn.", stacklevel=4
+        )
+    size, usual = (float(of[of.isfinite()].double().abs().mean()) for of in (outputs, y))
     scales = any(isinstance(layer, _BatchNorm) for layer in network.modules())  # in training
     if size > _WILD * max(1.0, usual) and not scales:
         warnings.warn(
@@ -497,8 +501,11 @@ def _objective(
     loss, targets = without_mean(loss, y), y[: len(outputs)].clone()
     losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
     if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):
+        shapes = list(outputs.shape[1:]), list(targets.shape[1:])
+        hint = f" Outputs {shapes[0]} and targets {shapes[1]} may be broadcast." * (shapes[0] != shapes[1])
         raise ConfigError(
             "the loss of one example depends on the other examples of the batch; compute it for each example alone."
+            + hint
         )
     default = "loss reduction" if metric is None else "score"
     blind = float(losses.mean()) if blind_loss is None else blind_loss
@@ -552,6 +559,23 @@ def _worst(name: str, function: PerExample, outputs: Tensor, y: Tensor, part: st
     return None if bool(finite.all()) else (int((~finite).int().argmax()), what)
 
 
+def _advice_of_masks(outputs: tuple[int, ...], y: Tensor) -> str:
+    """What to give for a class or a number of each place, y [n, ...], of outputs [channels, ...]."""
+    if outputs[0] == 1 or y.is_floating_point():
+        if outputs[0] > 1:
+            return "classes as integers, y.long(); or "
+        numbers = "" if y.is_floating_point() else ".float() and loss=nn.BCEWithLogitsLoss()"
+        return f"targets with an axis more, y[:, None]{numbers}; or "
+    axes, others = tuple(range(1, len(outputs))), y[(y < 0) | (y >= outputs[0])].unique().tolist()
+    loss, many = "nn.CrossEntropyLoss()", ""
+    if len(others) > 1:
+        return f"classes 0 to {outputs[0] - 1} for {outputs[0]} channels, not {others[0]} to {others[-1]}; or "
+    if others:
+        loss = f"lambda o, y: F.cross_entropy(o, y, ignore_index={others[0]}, reduction='none').mean({axes})"
+        many = f" / (y != {others[0]}).float().mean({axes}).clamp(min=1e-6)"
+    return f"loss={loss} and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean({axes}){many}; or "
+
+
 def _is_usual(loss: PerExample | None, outputs: Tensor, y: Tensor) -> bool:
     """Whether a loss of `torch.nn` is the one that these targets have without it."""
     if type(loss) is nn.CrossEntropyLoss:
@@ -589,10 +613,7 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
     elif shape == () and len(outputs) == 1 and y.is_floating_point():
         out = "classes as integers, y.long(); or "
     elif len(outputs) > 2 and shape == outputs[1:]:
-        loss = "nn.CrossEntropyLoss()"
-        if (y < 0).any():
-            loss = "lambda o, y: F.cross_entropy(o, y, ignore_index=-1, reduction='none').mean((1, 2))"
-        out = f"loss={loss} and metric=lambda o, y: 100.0 * (o.argmax(1) == y).float().mean((1, 2)); or "
+        out = _advice_of_masks(outputs, y)
     raise ConfigError(
         f"targets {list(shape)} of {y.dtype} for each example do not fit the outputs {list(outputs)} of the network; "
         f"give {out}classes (one integer each) for outputs [classes], tokens [T] for [T, vocabulary], floats of the "

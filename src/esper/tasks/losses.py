@@ -303,10 +303,14 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
         )
     if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
         kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+        way = "average over the axes of an example, and not over the batch (reduction='none')"
+        if not isinstance(found, Tensor):
+            way = f"give a tensor, and {way}"
+        elif found.shape == (len(outputs), 1):
+            way = "drop the last axis, [:, 0]"
         raise ConfigError(
             f"the {name} gives a result of {kind} for {_words(function, outputs, targets)}; expected one number per "
-            f"example, {tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
-            "(reduction='none')."
+            f"example, {tuple(outputs.shape[:1])}: {way}."
         )
     if found.dtype is torch.bool:
         if name == "loss":

@@ -14,13 +14,27 @@ from torch import Tensor, nn
 
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.leyline.errors import StackingError
+from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, SeedStage
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
 from tiny import SLOTS, Bench, bit_equal, same_tree
 
 X = tiny.dataset().train.x
 EXECUTORS = ("streamed", "fused")
+
+
+class Hooked(nn.Module):
+    """Its hook keeps features of the network that was built, whatever is copied from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r0c0, self.head, self.kept = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 3), {}
+        self.r0c0.register_forward_hook(lambda layer, inputs, output: self.kept.update(found=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.r0c0(x).mean((2, 3)) + self.kept["found"].amax((2, 3)))
+
+
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
@@ -329,6 +343,17 @@ def test_a_host_that_draws_runs_one_by_one_and_says_so_only_where_it_was_asked_f
         assert tiny.engine(2, 4, of=tiny.task(host=spec), executor="auto").config.executor == "streamed"
     with pytest.raises(StackingError, match=r"the host draws from the global random generators .* 'streamed'"):
         tiny.engine(2, 4, of=tiny.task(host=spec), executor="fused")
+
+
+@pytest.mark.filterwarnings("ignore:the (native|fused) executor cannot run these hosts; a slower one will")
+def test_a_host_whose_copies_do_not_run_runs_one_by_one():
+    spec = ModuleHostSpec.of(Hooked, ["r0c0"], X[:8])
+    task = tiny.task(host=spec, enabled=("r0c0",))
+    assert tiny.engine(2, 4, of=task, executor="auto").config.executor == "streamed"
+    with pytest.raises(StackingError, match=r"cannot be copied by copy\.deepcopy .* use executor 'streamed'"):
+        tiny.engine(2, 4, of=task, executor="fused")
+    with pytest.raises(ConfigError, match=r"compiled C\+\+ cannot run the host: PyTorch cannot run it"):
+        tiny.engine(2, 4, of=task, executor="native")
 
 
 class Dropping(nn.Module):

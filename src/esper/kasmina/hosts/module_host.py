@@ -459,7 +459,8 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     except ConfigError:
         raise  # says already what is wrong with the weights
     except Exception as error:  # any error of the user's code
-        raise ConfigError(f"the model cannot be built: {in_words(error)}") from error
+        out = "; give its arguments: model=lambda: Net(...)" if "argument" in str(error) else ""
+        raise ConfigError(f"the model cannot be built: {in_words(error)}{out}") from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"the model gives a {type(network).__name__}; it must give an nn.Module.")
     if example is not None:

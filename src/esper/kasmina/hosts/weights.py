@@ -178,7 +178,8 @@ def _load(network: nn.Module, weights: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the weights do not fit {type(network).__name__}: {problems}. All {len(own)} names and shapes of its "
             "state_dict() are expected, and no others; give weights of this architecture, or load those that fit with "
-            "network.load_state_dict(weights, strict=False) and give model=network."
+            "network.load_state_dict({k: v for k, v in weights.items() if k in own and v.shape == own[k].shape}, "
+            "strict=False), where own = network.state_dict(), and give model=network."
         )
 
 

@@ -345,8 +345,9 @@ def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
 
 OWN_STATE = (
     "other outputs in a second pass over the same inputs, so that a host would depend on others: it draws from a "
-    "generator of its own, or keeps something beside its buffers; draw from the global generators of PyTorch, Python "
-    "or numpy, which are seeded for each host and step, and keep what changes in buffers that are written in place."
+    "generator of its own, keeps something beside its buffers, or writes to parameters; draw from the global "
+    "generators of PyTorch, Python or numpy, which are seeded for each host and step, and keep what changes in buffers "
+    "that are written in place."
 )
 """What is wrong with a module whose passes are not determined by its inputs, weights, buffers and seeds."""
 

@@ -395,6 +395,8 @@ def test_a_network_whose_outputs_are_nan_has_no_points_and_is_never_the_best(mon
     assert grown.points > 0.0
     monkeypatch.setattr(Broken, "sound", (of_trial, of_trial))  # no host has it
     with pytest.raises(ExportError, match="NaN or infinite on the validation split, so it is not saved"):
+        grow(task, "wait_only", best_of=2, steps=2)
+    with pytest.raises(ConfigError, match="nothing has been learned in the first 3 steps"):
         grow(task, "wait_only", best_of=2)
     monkeypatch.setattr(Broken, "sound", (math.inf, math.inf))
     with pytest.raises(ConfigError, match="loss of objective Classification is NaN or infinite"):

@@ -103,7 +103,7 @@ NETWORKS = [
     _m("kasmina: max pooling gives ties to the last of the window",
        "(values[1] > values[0]).to(grad.dtype)", "(values[1] >= values[0]).to(grad.dtype)", "tests/kasmina", "pooling"),
     _m("kasmina: a convolution over tokens sees the next one",
-       "padding=kernel - 1, groups=width", "padding=kernel // 2, groups=width", "tests/kasmina", "blueprint"),
+       "padding = kernel - 1 if padding is None", "padding = kernel // 2 if padding is None", "tests/kasmina", "blueprint"),
     _m("kasmina: lora has twice its rank",
        "return _low_rank(d, 8)", "return _low_rank(d, 16)", "tests/kasmina", "blueprint"),
     _m("kasmina: an isolated seed sends gradients into its host",

@@ -316,6 +316,27 @@ def imported(monkeypatch):
     return by
 
 
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("blueprint", ["attention", "depthwise"])
+def test_a_seed_sees_later_positions_where_its_host_does_and_the_source_has_the_same_seed(
+    both, blueprint, imported, tmp_path
+):
+    index = registry.names().index(blueprint)
+    germinate = canonical_action(LifecycleOp.GERMINATE, slot=0, blueprint=index, tempo=FAST)
+    x = torch.randn(60, 6, 4, generator=torch.Generator().manual_seed(1))
+    data = {part: (x, x[..., :3]) for part in ("train", "val")}
+    task = esper.Task(functools.partial(Tagger, both), ["into"], batch=20, min_training_epochs=1, lr=0.02, **data)
+    fossilize = canonical_action(LifecycleOp.FOSSILIZE, slot=0)
+    grown = grow(task, Schedule.from_rows("seed", 1, [(1, germinate), (2, fossilize)]), steps=10)
+    seed = grown.module.get_submodule("grown.into.seed")
+    h = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(2))
+    changed = torch.cat((h[:, :4], h[:, 4:].flip(-1)), dim=1)
+    assert torch.allclose(seed(changed)[:, 3], seed(h)[:, 3], atol=1e-7) is not both
+    grown.save(tmp_path / "grown")
+    saved = imported(tmp_path / "grown" / "model.py", "with_seed").load_model()
+    assert torch.allclose(saved(x), grown.module(x), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "known",
     [pytest.param(True, id="known", marks=pytest.mark.slow), pytest.param(False, id="loaded by its path alone")],

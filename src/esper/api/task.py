@@ -113,7 +113,7 @@ def _number(name: str, value: object) -> float:
 _FAR = 30.0
 """Mean absolute value of targets that a network reaches in some hundred steps."""
 _WILD = 1e3
-"""Mean absolute output of a new network, in that of the targets or in 1, from which on its inputs are not scaled."""
+"""How many times the mean absolute target, or 1, the outputs of a new network are where its inputs are not scaled."""
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""
 
@@ -239,9 +239,6 @@ class Task:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
         given = _with_targets(given, found.shape[1:], classes=loss is None)
-        if loss is not None:
-            for of in given.values():
-                without_mean(loss, of.y)  # refuses what another split alone leaves out
 
         def answers(part: str, rows: slice) -> Tensor:
             return _outputs(network, part, inputs_of(prepare, given[part].x[rows].clone()), batch)
@@ -524,8 +521,9 @@ def _check_figures(
     `outputs` [n, ...] of some examples stand for those of all, because mostly the targets decide; where they show
     something, the examples' own do: `answers` of a split and rows of it.
     """
-    y = given["train"].y
-    functions = {"loss": None if loss is None else without_mean(loss, y), "metric": metric}
+    y, functions = given["train"].y, {"loss": loss, "metric": metric}
+    if loss is not None:  # also refuses what another split alone leaves out
+        functions["loss"], *_ = [without_mean(loss, of.y) for of in given.values()]
     for (name, function), rows in zip(functions.items(), (len(outputs), 4), strict=True):
         if function is not None:
             per_example(name, function, outputs[:rows].clone(), y[:rows].clone())  # what fails without gradients

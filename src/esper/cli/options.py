@@ -1,4 +1,8 @@
-"""Option types shared by the commands, and their conversion to configuration values."""
+"""Option types shared by the commands, and their conversion to configuration values.
+
+The help of an option is the docstring below its field. If it needs several lines, it is a comment above the field: tyro
+would break a docstring where its lines end.
+"""
 
 import math
 import tomllib

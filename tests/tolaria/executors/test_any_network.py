@@ -21,20 +21,6 @@ from tiny import SLOTS, Bench, bit_equal, same_tree
 
 X = tiny.dataset().train.x
 EXECUTORS = ("streamed", "fused")
-
-
-class Hooked(nn.Module):
-    """Its hook keeps features of the network that was built, whatever is copied from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.r0c0, self.head, self.kept = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 3), {}
-        self.r0c0.register_forward_hook(lambda layer, inputs, output: self.kept.update(found=output))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.r0c0(x).mean((2, 3)) + self.kept["found"].amax((2, 3)))
-
-
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
@@ -343,6 +329,18 @@ def test_a_host_that_draws_runs_one_by_one_and_says_so_only_where_it_was_asked_f
         assert tiny.engine(2, 4, of=tiny.task(host=spec), executor="auto").config.executor == "streamed"
     with pytest.raises(StackingError, match=r"the host draws from the global random generators .* 'streamed'"):
         tiny.engine(2, 4, of=tiny.task(host=spec), executor="fused")
+
+
+class Hooked(nn.Module):
+    """Its hook keeps features of the network that was built, whatever is copied from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r0c0, self.head, self.kept = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 3), {}
+        self.r0c0.register_forward_hook(lambda layer, inputs, output: self.kept.update(found=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.r0c0(x).mean((2, 3)) + self.kept["found"].amax((2, 3)))
 
 
 @pytest.mark.filterwarnings("ignore:the (native|fused) executor cannot run these hosts; a slower one will")

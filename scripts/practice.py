@@ -49,8 +49,8 @@ METHODS = (
     "wider, long",
     *(GROWN + name for name in GROWING),
 )
-OTHERS = (GROWN + "auto, best step",)
-"""Methods that are in the table if they are named: `keep="best"` of `esper.grow`."""
+OTHERS = (GROWN + "auto, last step",)
+"""Methods that are in the table if they are named: `keep="last"` of `esper.grow`."""
 FILE = "results.jsonl"
 START = 5.0
 """Seconds of a growth beside its minutes: for the start and the test."""

@@ -31,9 +31,9 @@ def task_of(host: Host, data: Data, epochs: float) -> esper.Task:
 
 
 def grow(host: Host, data: Data, epochs: float, method: str, budget: esper.Budget, seed: int) -> Found:
-    """The network that a method of `esper.grow` keeps, behind "auto, best step" that of the best step."""
-    name, _, best = method.partition(", ")
-    keep = "best" if best else "last"
+    """The network that a method of `esper.grow` keeps, behind "auto, last step" that of the last step."""
+    name, _, last = method.partition(", ")
+    keep = "last" if last else "best"
     grown = esper.grow(task_of(host, data, epochs), name, budget=budget, keep=keep, seed=seed, progress=False)
     board = grown.leaderboard
     assert board is not None

@@ -1,13 +1,14 @@
 """esper.runs.growth: budgets, stages, and what a candidate is among others."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -80,7 +81,7 @@ def grow() -> Iterator[Callable[..., Growth]]:
         dataset = TASK.spec.load(None, 0)
 
         def begun(
-            method: Any = "halving", steps: int | None = None, warmup: int = 0, seed: int = 3, keep: Any = "last",
+            method: Any = "halving", steps: int | None = None, warmup: int = 0, seed: int = 3, keep: Any = "best",
             **budget: Any,
         ) -> Growth:  # fmt: skip
             own = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
@@ -341,7 +342,7 @@ def test_no_method_spends_more_flops_or_parameters_than_allowed(grow, step_flops
 
 
 def test_all_validation_examples_are_measured_behind_a_stage_and_few_in_each_step(grow):
-    growth = grow("plain", steps=2, flops=1e12)
+    growth = grow("plain", steps=2, keep="last", flops=1e12)
     growth.stages = (Stage(1.0, 1),)
     growth.begin([Candidate()])
     growth.step()
@@ -564,13 +565,47 @@ def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
     assert 0.0 < growth.training_seconds <= growth.seconds
 
 
-def test_the_best_step_is_kept_on_request(grow):
-    growth = finished(grow("plain", steps=12, seed=5, keep="best"))
-    last = growth.entries[growth.rows[0]]
-    network, entry, steps = growth.result()
-    assert network.description.val == pytest.approx(max(growth.entries[entry].val[steps - 1], *last.val[-9:]))
-    assert growth.entries[entry].val[steps - 1] > last.val[-1]
-    assert growth.leaderboard(entry, steps, None).val == pytest.approx(network.description.val)
+def in_one_stage(growth: Growth, figures: Sequence[float]) -> Growth:
+    """The same with one stage of as many steps, and a high rate; in each of them the few examples seem to have these figures."""
+    growth.stages = (Stage(1.0, 1),)
+    growth.begin([Candidate(rate=30.0)])
+    listeners = growth._engine.listeners
+    (listen,) = listeners
+    for figure in figures:
+        listeners[0] = lambda report, v=figure: listen(replace(report, val_acc=np.full(1, v, np.float32)))
+        growth.step()
+    return growth
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_step_that_seems_best_is_kept_if_all_examples_say_so_of_it(grow, tmp_path: Path, resumed):
+    """In some cases the last step is better than the one that seems best; then it is kept."""
+    kept = []
+    for best in range(11):
+        growth = in_one_stage(grow("plain", steps=12, seed=5), [99.0 * (step == best) for step in range(12)])
+        assert growth.likely == (0, best + 1)
+        if resumed:
+            growth.write(tmp_path / "unfinished")
+            growth = grow("plain", steps=12, seed=5)
+            growth.read(tmp_path / "unfinished")
+        before, (x, y), last = growth.spent, vectors(40), growth.entries[0].val[-1]
+        network, entry, steps = growth.result()
+        right = (network.module(x).argmax(dim=1) == y).float().mean()
+        val = growth.entries[entry].val[steps - 1]
+        assert val == pytest.approx(100.0 * float(right)) == network.description.val
+        assert steps in (best + 1, 12)
+        assert val >= last and (steps == 12) == (growth.entries[0].val[best] <= last)
+        assert growth.spent == before + 40 * growth.entries[0].flops
+        assert growth.leaderboard(entry, steps, None).val == pytest.approx(val)
+        kept.append(steps)
+    assert 12 in kept and len(set(kept)) > 1
+
+
+def test_the_last_step_is_kept_on_request_though_another_seems_better(grow):
+    growth = in_one_stage(grow("plain", steps=12, seed=5, keep="last"), [99.0, *[0.0] * 11])
+    spent = growth.spent
+    _, _, steps = growth.result()
+    assert (steps, growth.spent) == (12, spent)
 
 
 @pytest.mark.parametrize("warmup", [3, 11])

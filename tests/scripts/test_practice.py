@@ -174,7 +174,7 @@ def test_what_an_interruption_cut_is_computed_again(tmp_path):
 def test_the_small_table_takes_fewer_examples_and_epochs():
     (job,) = jobs_of(Options(hosts=("fashion",), methods=("plain",), seeds=(1,), small=True))
     assert (job.examples, job.epochs) == (8_000, 3)
-    (job,) = jobs_of(Options(methods=("esper, auto, best step",), hosts=("fashion",), seeds=(1,)))
+    (job,) = jobs_of(Options(methods=("esper, auto, last step",), hosts=("fashion",), seeds=(1,)))
     assert job.method not in {other.method for other in jobs_of(Options())}  # in a table only if it is named
     (job,) = jobs_of(Options(hosts=("fashion",), methods=("plain",), seeds=(1,), examples=20_000, epochs=30))
     assert (job.examples, job.epochs) == (20_000, 30)

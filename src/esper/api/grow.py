@@ -295,7 +295,7 @@ def grow(
     method: Controller = "auto",
     *,
     budget: Budget | None = None,
-    keep: Keep = "last",
+    keep: Keep = "best",
     beside: Sequence[Method] = (),
     best_of: int = 1,
     steps: int | None = None,
@@ -321,8 +321,8 @@ def grow(
         method: one of those above; or a controller: a run (from `esper.train`, or its directory), the name of a
             baseline or registered policy, a schedule, or a function of the `EngineSpec` that gives a script or policy.
         budget: limits, which are never exceeded; for controllers that of parameters alone.
-        keep: the network of the "last" step of a stage, the best of them, or of the "best" step by its points on the
-            validation examples; the last step for controllers.
+        keep: the network of the "best" step, if that has more points on all validation examples than the "last" one.
+            Which step that is, is decided on the few examples that each step measures. Controllers keep the last one.
         beside: other methods that spend as many FLOPs afterwards, such as "plain", so that there is something to
             compare with.
         best_of: networks that a controller grows in parallel; the best is measured on the test examples, once.
@@ -353,8 +353,7 @@ def grow(
     if steps is not None and steps < 1:
         raise ConfigError(f"steps is {steps}; it must be at least 1.")
     run = None if method in METHODS else _run_of(method)
-    of_methods = {"minutes": budget.minutes, "flops": budget.flops, "keep": keep != "last", "beside": beside,
-                  "unfinished": unfinished}  # fmt: skip
+    of_methods = {"minutes": budget.minutes, "flops": budget.flops, "beside": beside, "unfinished": unfinished}
     if method in METHODS:
         if best_of != 1:
             raise ConfigError(

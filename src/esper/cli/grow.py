@@ -32,8 +32,8 @@ class Grow:
     """FLOPs that it may cost, e.g. 1e15. (three trainings of the network alone)"""
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
-    keep: Literal["last", "best"] = "last"
-    """The network with the best validation score at the end of a stage, or in any step of the last stage too."""
+    keep: Literal["last", "best"] = "best"
+    """The network of the best step, if that is better on all validation examples than the last one; or the last one."""
     beside: Annotated[
         tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
         placeholder("NAME"),

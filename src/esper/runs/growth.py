@@ -293,6 +293,7 @@ class _Saved:
     entries: list[Entry]
     rows: list[AtLeast0]
     best: tuple[AtLeast0, AtLeast0] | None
+    likely: tuple[AtLeast0, AtLeast0] | None
     t: AtLeast0
     steps: AtLeast1
     spent: NotNegative
@@ -307,15 +308,15 @@ class _Saved:
     batch: AtLeast1
 
     def __post_init__(self) -> None:
-        trained, (best, step) = set(self.rows), self.best or (0, 0)
+        trained, kept = set(self.rows), [found for found in (self.best, self.likely) if found]
         if not (
             self.entries
             and 0 < len(self.rows) == len(trained)
-            and max(*trained, best) < len(self.entries)
+            and max([*trained, *(row for row, _ in kept)]) < len(self.entries)
             and all(e.parent is None or 0 <= e.parent < number for number, e in enumerate(self.entries))
             and all(len(e.val) == len(e.loss) and e.born <= len(e.val) <= self.t for e in self.entries)
             and all(len(self.entries[row].val) == self.t for row in trained)
-            and bool(self.best) <= step <= len(self.entries[best].val)
+            and all(0 < step <= len(self.entries[row].val) for row, step in kept)
             and self.stage < len(self.stages)
             and max(self.begun, self.measured, self.t) <= self.end <= self.steps
         ):
@@ -330,12 +331,13 @@ class Growth:
         config: of the task. dataset, device: of `dataset_of` and `device_of`.
         method: how candidates are chosen. budget: what they may cost. seed: key of all random draws.
         steps: of the network that is kept, if it is not the budget that decides.
-        keep: the "last" step of each candidate in a stage, or also the "best" step in the last stage, where then each
-            step is measured on all validation examples.
+        keep: the "last" step of each candidate in a stage, or the "best" step of the last stage if that is better: the
+            one that was best on the few examples of each step, measured on all of them in the end.
 
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
-        best: entry and step of the network that is kept if growth ends now.
+        best: entry and step of the network that is kept if growth ends now. likely: those of the best step of the last
+            stage on the few examples that each step measures.
         batch: examples per batch.
         t: steps so far. steps: those that are planned. spent: FLOPs so far.
         lasted: the same, but once for those that were spent at the same time.
@@ -358,7 +360,7 @@ class Growth:
         budget: Budget,
         seed: int = 0,
         steps: int | None = None,
-        keep: Keep = "last",
+        keep: Keep = "best",
     ) -> None:
         budget.require_room(config.task_spec())
         optimizer = config.optimizer if config.optimizer.is_scheduled else replace(config.optimizer, schedule="cosine")
@@ -370,7 +372,9 @@ class Growth:
         self.entries: list[Entry] = []
         self.rows: list[int] = []
         self.best: tuple[int, int] | None = None
+        self.likely: tuple[int, int] | None = None
         self._best_state: StateTree = {}
+        self._likely_state: StateTree = {}
         self.steps, self.batch = config.episode_length, config.batch_train
         self._before = (0.0, 0.0)
         self._engine = self._built([Candidate()])
@@ -582,13 +586,12 @@ class Growth:
             each = [mean] * stage.kept + [float(np.mean(new or 0))] * stage.new
             costs.append(_lasting(each, at_once))
             mean = float(np.mean(each))
-        if self._keep == "best":
-            costs[-1] += self._measuring(costs[-1:])
         return costs
 
     def _measuring(self, costs: Sequence[float]) -> float:
-        """FLOPs of measuring all validation examples at the end of each stage."""
-        return sum(costs) * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
+        """FLOPs of measuring all validation examples at the end of each stage, and for the best step of the last one."""
+        measured = sum(costs) + (costs[-1] if self._keep == "best" else 0.0)
+        return measured * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
 
     def _costs_left(self, at_once: float = 1.0) -> list[float]:
         return self._costs([self.entries[row].candidate for row in self.rows], self.stages[self.stage :], at_once)
@@ -701,8 +704,11 @@ class Growth:
             require_trained([self.entries[row].val for row in self.rows], self.t)
         self._pay([self._of_step(self.entries[row].candidate) for row in self.rows])
         is_last = self.stage == len(self.stages) - 1
-        if self.t == self.end or (is_last and self._keep == "best"):
-            self._measure()
+        if self.t == self.end:
+            self._measure(self.t)
+            self.measured = self.t
+        elif is_last and self._keep == "best":
+            self._remember()
         self.training_seconds += time.monotonic() - began
         if self.t == self.end and not is_last:
             self._next_stage()
@@ -733,19 +739,26 @@ class Growth:
         self.spent += sum(costs)
         self.lasted += _lasting(costs, self._at_once)
 
-    def _measure(self) -> None:
-        """Measure the rows on all validation examples, and remember the best of them if it is the best so far."""
+    def _remember(self) -> None:
+        """Remember the best row as it is now if it is the best of this stage on the few examples that were measured."""
+        best = max(self.rows, key=lambda row: self.entries[row].score)
+        found, before = self.entries[best].score, self.likely
+        if math.isfinite(found) and (before is None or found >= self.entries[before[0]].points(before[1])):
+            self.likely, self._likely_state = (best, self.t), self._engine.state_of([self.rows.index(best)])
+
+    def _measure(self, step: int) -> None:
+        """Measure the rows, as they were after a step, on all validation examples; remember the best one so far."""
         kept = self._engine.kept_network()
         figures = zip(self.rows, *host_read(kept.accuracy, kept.loss), strict=True)
         for row, val, loss in figures:
             entry = self.entries[row]
-            entry.val[-1], entry.loss[-1] = float(val), float(loss)
+            entry.val[step - 1], entry.loss[step - 1] = float(val), float(loss)
         self._pay([self._prices.of_measuring(self.entries[row].flops) for row in self.rows])
-        self.measured = self.t
-        best = max(self.rows, key=lambda row: self.entries[row].score)
-        found = self.entries[best].score
-        if math.isfinite(found) and (self.best is None or found >= self.entries[self.best[0]].val[self.best[1] - 1]):
-            self.best, self._best_state = (best, self.t), self._engine.state_of([self.rows.index(best)])
+        best = max(self.rows, key=lambda row: self.entries[row].points(step))
+        found = self.entries[best].points(step)
+        before = -math.inf if self.best is None else self.entries[self.best[0]].points(self.best[1])
+        if found > before or (found == before > -math.inf and step == self.t):  # the later one of two equals
+            self.best, self._best_state = (best, step), self._engine.state_of([self.rows.index(best)])
 
     def _listen(self, report: StepReport) -> None:
         for place, row in enumerate(self.rows):
@@ -846,7 +859,11 @@ class Growth:
             ExportError: the loss of every candidate is NaN or infinite.
         """
         if self.measured < self.t and all(len(self.entries[row].val) > self.entries[row].born for row in self.rows):
-            self._measure()  # stopped within a stage
+            self._measure(self.t)  # stopped within a stage
+        if self.likely is not None:
+            self.rows = [self.likely[0]]
+            self._load(self._likely_state)
+            self._measure(self.likely[1])
         row, steps = self.best or (self.rows[0], self.t)
         state = self._best_state or self._engine.state_of([0])
         self.rows = [row]
@@ -933,7 +950,8 @@ class Growth:
     def write(self, file: Path) -> None:
         """Write the candidates between two steps; raises CheckpointError if the file cannot be written."""
         about = _Saved(**{f.name: getattr(self, f.name) for f in fields(_Saved)})
-        state = with_prefix("best", self._best_state) | with_prefix("rows", self._engine.state_dict())
+        state = with_prefix("best", self._best_state) | with_prefix("likely", self._likely_state)
+        state |= with_prefix("rows", self._engine.state_dict())
         write_state(file, asdict(about), state)
 
     def read(self, file: Path) -> None:
@@ -951,5 +969,5 @@ class Growth:
         for name in vars(found).keys() - {"key"}:
             setattr(self, name, getattr(found, name))
         self._prices = Prices(self._task(self._config), self._dataset, self._engine)
-        self._best_state = below("best", state)
+        self._best_state, self._likely_state = below("best", state), below("likely", state)
         self._load(below("rows", state))

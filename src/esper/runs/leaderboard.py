@@ -57,7 +57,11 @@ class Entry:
     @property
     def score(self) -> float:
         """Figure of merit of the last step; -inf if there is none, or if its loss is not finite."""
-        return self.val[-1] if self.val and math.isfinite(self.loss[-1]) else -math.inf
+        return self.points(len(self.val)) if self.val else -math.inf
+
+    def points(self, step: int) -> float:
+        """Figure of merit after a step, from 1 on; -inf if its loss is not finite."""
+        return self.val[step - 1] if math.isfinite(self.loss[step - 1]) else -math.inf
 
 
 @final

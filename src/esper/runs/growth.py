@@ -589,7 +589,7 @@ class Growth:
         return costs
 
     def _measuring(self, costs: Sequence[float]) -> float:
-        """FLOPs of measuring all validation examples at the end of each stage, and for the best step of the last one."""
+        """FLOPs of measuring all validation examples behind each stage, and for the best step of the last one."""
         measured = sum(costs) + (costs[-1] if self._keep == "best" else 0.0)
         return measured * self._prices.of_measuring(1.0) / self._prices.of_step(1.0)
 

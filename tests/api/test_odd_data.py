@@ -73,6 +73,30 @@ def test_a_split_that_measures_coarsely_is_noted_once(val, said, capsys):
     assert notes == [said, said]
 
 
+IN_TRAIN = (
+    "note: {} are in train as well, so figures on them may show what was learned by heart; give others if you can"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"val": (X, Y)}, [IN_TRAIN.format("64 of the 64 examples of val")]),
+        ({"test": (torch.cat([VAL[0], X[:1]]), torch.zeros(21).long())}, []),  # 1 of 21 is less than 5 %
+        (
+            {"test": (torch.cat([VAL[0], X[:2]]), torch.zeros(22).long())},
+            [IN_TRAIN.format("2 of the 22 examples of test")],
+        ),
+        ({"val": (X + torch.tensor([0, 0, 0, 0, 0, 0.5]), Y)}, []),
+    ],
+    ids=["others", "the same", "few", "some", "the last number differs"],
+)
+def test_examples_that_are_in_train_as_well_are_noted(change, said, capsys):
+    esper.grow(task(**change), "plain", steps=3, executor="streamed")
+    assert [line for line in capsys.readouterr().out.splitlines() if " are in train " in line] == said
+
+
 AS_THEY_ARE = {
     "a column of labels": {
         "train": (X, Y[:, None]),

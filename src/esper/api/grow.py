@@ -53,7 +53,7 @@ from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
-from esper.tasks.datasets import coarse
+from esper.tasks.datasets import cautions
 from esper.telemetry.progress import PassProgress, RunConsole, RunProgress, warn
 from esper.telemetry.run_directory import CONFIG, EVENTS, plain_json
 from esper.tolaria.runtime import host_read
@@ -513,7 +513,7 @@ def _raced(
     if dataset is None:
         raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
     out.say(f"esper: grow {config.task} by {method}, seed {seed}")
-    for note in coarse(dataset):
+    for note in cautions(dataset):
         out.say(note)
     growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
     if file is not None and file.exists():

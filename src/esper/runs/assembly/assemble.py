@@ -16,7 +16,7 @@ from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import policy_bytes, rollout_bytes
 from esper.simic.compilation import CompiledStep
 from esper.tamiyo.baselines import STATIC
-from esper.tasks.datasets import Dataset, coarse
+from esper.tasks.datasets import Dataset, cautions
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import duration
 from esper.tolaria.build import build_engine, load_dataset
@@ -119,7 +119,7 @@ def require_memory(
             f"note: no seed can be fossilized before step {first}, but an episode ends with step "
             f"{config.episode_length}; use a larger {longer}, or a smaller lifecycle.min_training_epochs"
         )
-    for note in () if dataset is None else coarse(dataset):
+    for note in () if dataset is None else cautions(dataset):
         say(note)
     if dataset is None:
         scripted = MemoryPrediction(

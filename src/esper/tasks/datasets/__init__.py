@@ -26,6 +26,10 @@ Inputs = Callable[[Tensor], Tensor]
 """How stored examples [..., *stored] become inputs [..., *input] of a host, on the device: e.g. `Pixels`."""
 FEW = 50
 """Validation examples below which one of them changes the figure of merit by more than 2 %."""
+_REPEATED = 0.05
+"""Share of the examples of a split that are in train as well above which this is said."""
+_KEYED = 64
+"""Numbers of an example, at equal distances, by which it is found in another split."""
 _COMPARED = 65_536
 """Numbers of a split that are compared to see whether it was changed."""
 
@@ -199,7 +203,7 @@ class Dataset:
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
 
-def coarse(dataset: Dataset) -> Iterator[str]:
+def cautions(dataset: Dataset) -> Iterator[str]:
     """A note for each reason why figures on the validation examples say little."""
     val = dataset.val
     if (len(val) if val.y.is_floating_point() else val.y.numel()) < FEW:  # of a text its tokens count
@@ -214,6 +218,21 @@ def coarse(dataset: Dataset) -> Iterator[str]:
             f"note: measurements are coarse, because {len(missing)} of the classes of train ({some}) are not in val; "
             "give a val that has all of them, or none, so that a part of each is split off"
         )
+    seen = set(_keys(dataset.train))
+    for name, split in (("val", val), ("test", dataset.test)):
+        if len(split) and (same := sum(key in seen for key in _keys(split))) > _REPEATED * len(split):
+            yield (
+                f"note: {same:,} of the {len(split):,} examples of {name} are in train as well, so figures on them may "
+                "show what was learned by heart; give others if you can"
+            )
+
+
+def _keys(split: Split) -> Iterator[int]:
+    """Of each example a number that is the same for equal inputs, and as good as never for others."""
+    flat = split.x.flatten(1) if split.x.dim() > 1 else split.x[:, None]
+    count = min(flat.shape[1], _KEYED)
+    some = flat[:, torch.arange(count, device=flat.device) * flat.shape[1] // max(count, 1)].detach().cpu()
+    return (hash(example.tobytes()) for example in some.contiguous().view(torch.uint8).numpy())
 
 
 def data_label(identity: Mapping[str, object]) -> str:

@@ -234,6 +234,13 @@ def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_minutes_of_methods_beside_it_are_announced(task, capsys):
+    grown = esper.grow(task, "plain", beside=["halving"], budget=esper.Budget(minutes=0.01), executor="streamed")
+    said = "note: halving will spend as many FLOPs afterwards, so that all takes about 0.02 minutes\n"
+    assert said in capsys.readouterr().out
+    assert [*grown.beside] == ["halving"]
+
+
 def test_who_cannot_grow_is_refused(task, tmp_path):
     with pytest.raises(
         ConfigError, match="neither a run directory, nor a method, nor a baseline; did you mean 'heuristic'"

@@ -373,6 +373,11 @@ def grow(
             if method in METHODS:
                 config = resolve({"seed": seed, **given(settings, task=spec.name, device=device), "plugins": plugins})
                 race = partial(_raced, config, seed=seed, steps=steps, keep=keep, out=out)
+                if beside and budget.minutes is not None:
+                    out.say(
+                        f"note: {', '.join(beside)} will spend as many FLOPs afterwards, so that all takes about "
+                        f"{(1 + len(beside)) * budget.minutes:.2g} minutes"
+                    )
                 return _with_rivals(race, method, budget, beside, unfinished)
             changes = given(settings, task=spec.name, episode_length=steps, device=device)
             config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)

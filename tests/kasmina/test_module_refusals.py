@@ -83,6 +83,19 @@ def hooked(register: str) -> nn.Module:
     return net
 
 
+HELD: dict[str, Callable[[], object]] = {
+    "layers": lambda: [nn.Linear(6, 6)],
+    "by_name": lambda: {"layer": nn.Linear(6, 6)},
+    "weight_of_own": lambda: torch.zeros(6, requires_grad=True),
+}
+
+
+def holding(name: str) -> nn.Module:
+    net = network()()
+    setattr(net.b, name, HELD[name]())
+    return net
+
+
 class Late(network()):
     """Registers a parameter in training."""
 
@@ -232,6 +245,7 @@ REFUSED: list[tuple[object, ...]] = [  # what is said, the model, its slots (a),
     ("'c.weight' of Own is lazy and found no shape", network(c=lambda: nn.LazyLinear(3))),
     ("'a.weight' of Sequential is on meta", lambda: named(a=nn.Linear(6, 6, device="meta"))),
     ("Sequential has no parameters", lambda: named(a=nn.ReLU())),
+    *((f"'b.{held}' of Own has weights that are not among its parameters", partial(holding, held)) for held in HELD),
     ("'a.weight' is torch.float64", lambda: named(a=nn.Linear(6, 6).double())),
     ("Listing keeps references to its weights beside its parameters", Listing),
     ("Own cannot be trained .* must not write into weights, as clamp_", network(clamped)),
@@ -299,3 +313,15 @@ def test_what_a_first_pass_sets_alone_may_be_an_attribute():
 def test_what_is_like_it_but_no_obstacle_is_a_host(model, slots, params):
     spec = ModuleHostSpec.of(model, slots, VECTORS)
     assert (spec.num_params(), [point.slot_id for point in spec.points()]) == (params, slots)
+
+
+def test_layers_beside_the_parameters_are_allowed_if_they_are_frozen_or_registered_elsewhere():
+    class Holding(network()):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [self.b, nn.Linear(6, 6).requires_grad_(False)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.held[0](self.held[1](self.a(x)))
+
+    ModuleHostSpec.of(Holding, ["a"], VECTORS)

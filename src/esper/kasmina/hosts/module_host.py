@@ -173,9 +173,11 @@ def check_weights(network: nn.Module, again: nn.Module) -> None:
         if tensor.device.type != "cpu":
             raise ConfigError(f"{path!r} of {name} is on {tensor.device}; build the network on the CPU, from where it "
                               "is moved to the device of the run.")  # fmt: skip
+    for path, module in network.named_modules():
+        for attribute, value in vars(module).items():
+            check_registered(network, f"{path}.{attribute}".lstrip("."), value)
     if not any(True for _ in network.parameters()):
-        raise ConfigError(f"{name} has no parameters, so there is nothing to train; layers that are kept in a list "
-                          "count only in an nn.ModuleList.")  # fmt: skip
+        raise ConfigError(f"{name} has no parameters, so there is nothing to train.")
     parameter_layout(network)
     buffer_layout(network)
     for path, tensor in ours.items():
@@ -191,6 +193,19 @@ def check_weights(network: nn.Module, again: nn.Module) -> None:
             raise ConfigError(
                 f"{path!r} of {name} differs between two builds under the same seed; draw initial weights from the "
                 "generator of PyTorch (torch.randn, nn.init), which is seeded for each host."
+            )
+
+
+def check_registered(network: nn.Module, attribute: str, value: object) -> None:
+    """An attribute of a module holds no weights that could be trained, and that PyTorch does not know of."""
+    known, name = set(network.parameters()), type(network).__name__
+    for held in value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]:
+        weights = held.parameters() if isinstance(held, nn.Module) else [held] if isinstance(held, Tensor) else ()
+        if any(weight.requires_grad and weight.is_leaf and weight not in known for weight in weights):
+            raise ConfigError(
+                f"{attribute!r} of {name} has weights that are not among its parameters, so they would be neither "
+                f"trained nor saved; keep layers in an nn.ModuleList or nn.ModuleDict, weights in an nn.ParameterList "
+                "or as an nn.Parameter, and freeze what is not to be trained with requires_grad_(False)."
             )
 
 

@@ -321,8 +321,9 @@ def grow(
         method: one of those above; or a controller: a run (from `esper.train`, or its directory), the name of a
             baseline or registered policy, a schedule, or a function of the `EngineSpec` that gives a script or policy.
         budget: limits, which are never exceeded; for controllers that of parameters alone.
-        keep: the network of the "best" step, if that has more points on all validation examples than the "last" one.
-            Which step that is, is decided on the few examples that each step measures. Controllers keep the last one.
+        keep: the network of the "best" step, if it is clearly better on all validation examples than the "last" one, by
+            more than twice the standard error of a share. Which step that is, is decided on the few examples that each
+            step measures. Controllers keep the last one.
         beside: other methods that spend as many FLOPs afterwards, such as "plain", so that there is something to
             compare with.
         best_of: networks that a controller grows in parallel; the best is measured on the test examples, once.

@@ -33,7 +33,7 @@ class Grow:
     max_params: Number = None
     """Parameters that the network may have. (no limit)"""
     keep: Literal["last", "best"] = "best"
-    """The network of the best step, if that is better on all validation examples than the last one; or the last one."""
+    """The network of the best step, if it is clearly better on all validation examples than the last one; or that."""
     beside: Annotated[
         tyro.conf.UseAppendAction[tuple[Literal["plain", "portfolio", "halving", "hill_climbing"], ...]],
         placeholder("NAME"),

@@ -81,6 +81,9 @@ PLAIN_RUNS = 3.0
 """Trainings of the network alone that growth may cost if no budget is given."""
 _FREE, _FREE_RATES = 1.02, (1.0, 3.0)
 """Price of an architecture, in that of the network alone, up to which it costs nothing, and the factors of its rate."""
+_LONG = 20.0
+"""Targets for each parameter above which a training of tokens is long: about where a language model of this size has
+its share of a budget (Hoffmann et al. 2022, arXiv 2203.15556)."""
 _EARLY = 0.02
 """Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
 else that goes on; and likewise at each learning rate than at the one three times as high. What these are worth shows
@@ -124,6 +127,9 @@ _LEAST_GAIN = 0.1
 holds many trainings."""
 _PATIENCE = 2
 """Climbs without a better candidate after which hill climbing ends."""
+_CLEAR = 100.0
+"""Points, divided by the root of the number of validation answers, by which an earlier step must be better than the
+last one: twice the largest standard error of a share. The last one has had the lowest rates (docs/experiments.md)."""
 HOPELESS = 3
 """First steps after which a growth ends whose networks were all rolled back in each of them."""
 SAVE_EVERY = 30.0
@@ -331,8 +337,8 @@ class Growth:
         config: of the task. dataset, device: of `dataset_of` and `device_of`.
         method: how candidates are chosen. budget: what they may cost. seed: key of all random draws.
         steps: of the network that is kept, if it is not the budget that decides.
-        keep: the "last" step of each candidate in a stage, or the "best" step of the last stage if that is better: the
-            one that was best on the few examples of each step, measured on all of them in the end.
+        keep: the "last" step of each candidate in a stage, or the "best" step of the last stage if that is clearly
+            better: the one that was best on the few examples of each step, measured on all of them in the end.
 
     Attributes:
         entries: every candidate so far. rows: those in training, in the order of the engine.
@@ -537,15 +543,19 @@ class Growth:
     def _free_of(self, pool: Sequence[Architecture]) -> Architecture:
         """The first architecture that fills all slots and costs hardly more than the network alone, or that.
 
-        Where all slots give vectors, those of the user alone: built-in ones are worth nothing there
-        (docs/experiments.md).
+        Where all slots give vectors, those of the user alone: built-in ones are worth nothing there. Where each token
+        has a target, a convolution over tokens helps short trainings alone (docs/experiments.md).
         """
         spec, host, (x, _) = self._engine.spec, self._config.task_spec().host, examples(self._dataset, 1)
         assert host is not None, "networks grow"
         built = deterministic_build(lambda: host.build(spec.slot_ids, x))
         assert isinstance(built, Host)
         are_vectors = all(built.features(point) == (1, point.channels) for point in built.enabled)
-        worth = spec.blueprint_names[NUM_BUILTIN_BLUEPRINTS if are_vectors else 0 :]
+        worth = {*spec.blueprint_names[NUM_BUILTIN_BLUEPRINTS if are_vectors else 0 :]}
+        train = self._dataset.train
+        targets = self._batches() * self.batch * train.answers / len(train)
+        if train.answers > len(train) and targets > _LONG * self._prices.host_params:
+            worth.discard("depthwise")
         most = _FREE * self._of_step(Candidate())
         for one in pool:
             fills = len(one.slots) == len(spec.slot_ids) and one.slots[0].blueprint in worth
@@ -757,7 +767,8 @@ class Growth:
         best = max(self.rows, key=lambda row: self.entries[row].points(step))
         found = self.entries[best].points(step)
         before = -math.inf if self.best is None else self.entries[self.best[0]].points(self.best[1])
-        if found > before or (found == before > -math.inf and step == self.t):  # the later one of two equals
+        clear = 0.0 if step == self.t else _CLEAR / math.sqrt(self._dataset.val.answers)
+        if found > before + clear or (found == before > -math.inf and step == self.t):  # the later one of two equals
             self.best, self._best_state = (best, step), self._engine.state_of([self.rows.index(best)])
 
     def _listen(self, report: StepReport) -> None:

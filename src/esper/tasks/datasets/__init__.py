@@ -54,6 +54,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
+    @property
+    def answers(self) -> int:
+        """Single answers that are measured: of texts the tokens, else the examples."""
+        return len(self) if self.y.is_floating_point() else self.y.numel()
+
     def to(self, device: torch.device) -> "Split":
         """The same examples on `device`, contiguous; no copy where they are so already."""
         self.require_unchanged()
@@ -206,7 +211,7 @@ class Dataset:
 def cautions(dataset: Dataset) -> Iterator[str]:
     """A note for each reason why figures on the validation examples say little."""
     val = dataset.val
-    if (len(val) if val.y.is_floating_point() else val.y.numel()) < FEW:  # of a text its tokens count
+    if val.answers < FEW:
         yield (
             f"note: measurements are coarse, because val has {len(val)} example{'s' * (len(val) != 1)}; give at least "
             f"{FEW}, or more of train"

@@ -273,10 +273,10 @@ class Texts(nn.Module):
 
 @pytest.mark.parametrize(
     ("of_tokens", "each", "free"),
-    [(True, 19.0, "depthwise"), (True, 21.0, "norm"), (False, 21.0, "depthwise")],
+    [(True, 19.0, True), (True, 21.0, False), (False, 21.0, True)],
     ids=["a short training of tokens", "a long one", "a long one of texts"],
 )
-def test_a_convolution_over_tokens_is_free_in_a_short_training_of_tokens_alone(of_tokens, each, free):
+def test_in_a_long_training_of_tokens_nothing_is_free(of_tokens, each, free):
     """A training is long from 20 targets for each parameter on."""
 
     def texts(n: int) -> tuple[Tensor, Tensor]:
@@ -294,8 +294,10 @@ def test_a_convolution_over_tokens_is_free_in_a_short_training_of_tokens_alone(o
         params, of_step = one_batch.entries[0].params, one_batch._of_step(Candidate())
         steps = each * params / (8192 * (8 if of_tokens else 1))
         growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=steps * of_step))
-    architectures = [entry.candidate.architecture for entry in growth.entries]
-    assert architectures[1] == Architecture(tuple(PlacedSeed(slot, free, "ADD") for slot in ("one", "two")))
+    filled = Architecture(tuple(PlacedSeed(slot, "depthwise", "ADD") for slot in ("one", "two")))
+    assert (filled in growth._pool) == free
+    found = [entry.candidate for entry in growth.entries]
+    assert found == [ALONE, Candidate(filled), Candidate(filled, 3.0)] if free else [ALONE, Candidate(rate=3.0)]
 
 
 def test_a_budget_of_few_batches_is_spent_on_smaller_ones_by_lower_rates(grow):

@@ -523,15 +523,19 @@ class Growth:
         """Each blueprint in every slot and in each single one (the latter alone for hill climbing).
 
         Each gives its dearest one first. Blueprints of the user come first, then those of the heuristic in its order,
-        which is that of their gain (docs/experiments.md). What costs too much is left out.
+        which is that of their gain (docs/experiments.md). What costs too much is left out, and by "auto" what seems
+        better than it is in a long training of tokens: a convolution over them.
         """
         left_for_step = self._left() / (self._fixed or self._config.episode_length)
         most = max(_AFFORDABLE * left_for_step, _CHEAP * self._of_step(Candidate()))
         spec = self._engine.spec
         own = [index for index in spec.selectable if index >= NUM_BUILTIN_BLUEPRINTS]
         usual = [index for index in ROTATION[spec.family] if index in spec.selectable]
+        names = dict.fromkeys(spec.blueprint_names[index] for index in (*own, *usual, *spec.selectable))
+        if self._asked == "auto" and self._is_long:
+            names.pop("depthwise", None)
         of_blueprint = []
-        for name in (spec.blueprint_names[index] for index in dict.fromkeys((*own, *usual, *spec.selectable))):
+        for name in names:
             seeds = [PlacedSeed(slot, name, "ADD") for slot in spec.slot_ids]
             filled = [] if self._asked == "hill_climbing" else [Architecture(tuple(seeds))]
             variants = dict.fromkeys([*filled, *(Architecture((seed,)) for seed in seeds)])
@@ -543,19 +547,15 @@ class Growth:
     def _free_of(self, pool: Sequence[Architecture]) -> Architecture:
         """The first architecture that fills all slots and costs hardly more than the network alone, or that.
 
-        Where all slots give vectors, those of the user alone: built-in ones are worth nothing there. Where each token
-        has a target, a convolution over tokens helps short trainings alone (docs/experiments.md).
+        Where all slots give vectors, or each token has a target and there are many of them, those of the user alone:
+        built-in ones are worth nothing there (docs/experiments.md).
         """
         spec, host, (x, _) = self._engine.spec, self._config.task_spec().host, examples(self._dataset, 1)
         assert host is not None, "networks grow"
         built = deterministic_build(lambda: host.build(spec.slot_ids, x))
         assert isinstance(built, Host)
         are_vectors = all(built.features(point) == (1, point.channels) for point in built.enabled)
-        worth = {*spec.blueprint_names[NUM_BUILTIN_BLUEPRINTS if are_vectors else 0 :]}
-        train = self._dataset.train
-        targets = self._batches() * self.batch * train.answers / len(train)
-        if train.answers > len(train) and targets > _LONG * self._prices.host_params:
-            worth.discard("depthwise")
+        worth = spec.blueprint_names[NUM_BUILTIN_BLUEPRINTS if are_vectors or self._is_long else 0 :]
         most = _FREE * self._of_step(Candidate())
         for one in pool:
             fills = len(one.slots) == len(spec.slot_ids) and one.slots[0].blueprint in worth
@@ -567,6 +567,13 @@ class Growth:
         """Those within the limit of parameters."""
         limit = self.budget.params
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether each token has a target, and the network alone sees many of them for each parameter."""
+        train = self._dataset.train
+        targets = self._batches() * self.batch * train.answers / len(train)
+        return train.answers > len(train) and targets > _LONG * self._prices.host_params
 
     @property
     def _limits(self) -> list[tuple[float, float]]:

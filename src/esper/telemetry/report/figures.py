@@ -110,7 +110,7 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
     The last point of each is no part of its line: it is measured on all validation examples, those before on a part.
     """
     figure = _empty(9.0, 5.5)
-    ax = figure.add_axes((0.08, 0.1, 0.88, 0.74))
+    ax = figure.add_axes((0.08, 0.1 + 0.04 * len(methods), 0.88, 0.74 - 0.04 * len(methods)))
     label_axes(
         ax,
         f"Validation {unit} by FLOPs",
@@ -127,7 +127,7 @@ def growth_picture(methods: Mapping[str, Sequence[Course]], unit: str) -> Figure
                 ax.plot(*kept, color=color, marker="o", markersize=7.0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    figure.legend(loc="lower left", bbox_to_anchor=(0.07, 0.0), frameon=False, fontsize=9, labelcolor=INK)
     return figure
 
 

@@ -48,7 +48,7 @@ from esper.kasmina.parameters.flops import BACKWARD
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.architecture import Architecture, PlacedSeed
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast0, AtLeast1, NotNegative, Positive, Share, check_fields
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
@@ -571,9 +571,9 @@ class Growth:
     @property
     def _is_long(self) -> bool:
         """Whether each token has a target, and the network alone sees many of them for each parameter."""
-        train = self._dataset.train
+        train, of_tokens = self._dataset.train, self._engine.spec.family is HostFamily.TRANSFORMER
         targets = self._batches() * self.batch * train.answers / len(train)
-        return train.answers > len(train) and targets > _LONG * self._prices.host_params
+        return of_tokens and train.answers > len(train) and targets > _LONG * self._prices.host_params
 
     @property
     def _limits(self) -> list[tuple[float, float]]:

@@ -272,27 +272,31 @@ class Texts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("of_tokens", "each", "free"),
-    [(True, 19.0, True), (True, 21.0, False), (False, 21.0, True)],
-    ids=["a short training of tokens", "a long one", "a long one of texts"],
+    ("of_tokens", "examples", "each", "free"),
+    [(True, 1024, 0.2, True), (True, 1024, 0.3, False), (False, 1024, 0.3, True), (True, 128, 0.3, True)],
+    ids=["a short training of tokens", "a long one", "a long one of texts", "a long one of few tokens"],
 )
-def test_in_a_long_training_of_tokens_nothing_is_free(of_tokens, each, free):
-    """A training is long from 20 targets for each parameter on."""
+def test_in_a_long_training_of_tokens_nothing_is_free(monkeypatch, of_tokens, examples, each, free):
+    """Long is what sees so many targets for each parameter; 16 passes count."""
+    monkeypatch.setattr("esper.runs.growth._LONG", 0.25)
 
     def texts(n: int) -> tuple[Tensor, Tensor]:
-        x = torch.randint(0, 5, (n, 8), generator=torch.Generator().manual_seed(n))
+        x = torch.randint(0, 5, (n, 16), generator=torch.Generator().manual_seed(n))
         return x, x if of_tokens else x[:, 0]
 
     class Net(Texts):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if of_tokens else super().forward(x).mean(1)
 
-    spec = esper.Task(Net, ["one", "two"], train=texts(8192), val=texts(40), test=texts(50), name="texts").spec
+    spec = esper.Task(
+        Net, ["one", "two"], train=texts(examples), val=texts(40), test=texts(50), batch=16, batches_per_step=8,
+        name="texts",
+    ).spec  # fmt: skip
     with in_process(spec):
         config = resolve({"task": spec.name, "executor": "streamed", "threads": 1})
         one_batch = Growth(config, spec.load(None, 0), CPU, method="plain", budget=Budget(), steps=1)
         params, of_step = one_batch.entries[0].params, one_batch._of_step(Candidate())
-        steps = each * params / (8192 * (8 if of_tokens else 1))
+        steps = each * params / (128 * (16 if of_tokens else 1))
         growth = Growth(config, spec.load(None, 0), CPU, method="auto", budget=Budget(flops=steps * of_step))
     filled = Architecture(tuple(PlacedSeed(slot, "depthwise", "ADD") for slot in ("one", "two")))
     assert (filled in growth._pool) == free

@@ -84,6 +84,8 @@ _FREE, _FREE_RATES = 1.02, (1.0, 3.0)
 _LONG = 20.0
 """Targets for each parameter above which a training of tokens is long: about where a language model of this size has
 its share of a budget (Hoffmann et al. 2022, arXiv 2203.15556)."""
+_PASSES = 16.0
+"""Passes over examples from which on one more teaches hardly anything (Muennighoff et al. 2023, arXiv 2305.16264)."""
 _EARLY = 0.02
 """Share by which the loss of the network alone, or of another architecture, must be lower than that of what is free, or
 else that goes on; and likewise at each learning rate than at the one three times as high. What these are worth shows
@@ -572,7 +574,8 @@ class Growth:
     def _is_long(self) -> bool:
         """Whether each token has a target, and the network alone sees many of them for each parameter."""
         train, of_tokens = self._dataset.train, self._engine.spec.family is HostFamily.TRANSFORMER
-        targets = self._batches() * self.batch * train.answers / len(train)
+        seen = min(self._batches() * self.batch, _PASSES * len(train))
+        targets = seen * train.answers / len(train)
         return of_tokens and train.answers > len(train) and targets > _LONG * self._prices.host_params
 
     @property

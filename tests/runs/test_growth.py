@@ -201,6 +201,35 @@ def test_after_its_first_stage_a_small_budget_is_spent_to_its_end(small):
     assert small.t == small.steps
 
 
+def test_what_auto_chooses_is_trained_as_if_it_had_been_known_from_the_start(small):
+    """The same weights, order of examples and rates as those of an engine that begins with it after as many steps."""
+    end_of_stage(small, (1.0, 1.0, 1.01))
+    begun = small.t
+    (row,), alone = small.rows, small.entries[0]
+    assert (small.entries[row].late, small.entries[row].parent, len(alone.val)) == (begun, None, begun)
+    weights = small._engine.executor.state_dict()
+    small.begin([FASTER])
+    fresh = small._engine.executor.state_dict()
+    assert all(torch.equal(value, fresh[name]) for name, value in weights.items() if "weight" in name)
+
+
+def test_the_steps_of_what_begins_anew_are_its_own(small, tmp_path: Path):
+    end_of_stage(small, (1.0, 1.0, 1.01))
+    begun = small.t
+    finished(small)
+    small.write(tmp_path / "unfinished")
+    _, row, steps = small.result()
+    entry = small.entries[row]
+    assert (entry.candidate, entry.late) == (FASTER, begun)
+    assert steps <= len(entry.val) == small.t - begun
+    assert small.births(row) == [(seed, 0) for seed in FREE.slots]
+    board = small.leaderboard(row, steps, None)
+    assert board.val == entry.val[steps - 1]
+    ((_, spent, points, kept),) = [course for course in board.courses if course[-1]]
+    assert len(points) == len(entry.val)
+    assert (spent[0], kept) == (pytest.approx(entry.of_step), (pytest.approx(entry.of_step * steps), board.val))
+
+
 def end_of_stage(growth: Growth, losses: tuple[float, ...]) -> None:
     """Train to the end of the stage, where the rows have these losses."""
     while growth.t < growth.end - 1:

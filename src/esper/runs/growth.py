@@ -10,8 +10,8 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto            the network alone, and with seeds that    the best goes on; a large budget has a race: beside it
-                    cost hardly any FLOPs (behind vectors     copies that have grown, then the best two
+    auto            the network alone, and with seeds that    the best begins anew; a large budget has a race before:
+                    cost hardly any FLOPs (behind vectors     the best beside copies that have grown, then the best two
                     none), at two learning rates
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
@@ -322,9 +322,9 @@ class _Saved:
             and 0 < len(self.rows) == len(trained)
             and max([*trained, *(row for row, _ in kept)]) < len(self.entries)
             and all(e.parent is None or 0 <= e.parent < number for number, e in enumerate(self.entries))
-            and all(len(e.val) == len(e.loss) and e.born <= len(e.val) <= self.t for e in self.entries)
-            and all(len(self.entries[row].val) == self.t for row in trained)
-            and all(0 < step <= len(self.entries[row].val) for row, step in kept)
+            and all(len(e.val) == len(e.loss) and e.born <= len(e.val) <= self.t - e.late for e in self.entries)
+            and all(len(self.entries[row].val) == self.t - self.entries[row].late for row in trained)
+            and all(0 < step - self.entries[row].late <= len(self.entries[row].val) for row, step in kept)
             and self.stage < len(self.stages)
             and max(self.begun, self.measured, self.t) <= self.end <= self.steps
         ):
@@ -654,9 +654,13 @@ class Growth:
         self.entries = [self._entry(candidate) for candidate in candidates]
         self.rows = list(range(len(candidates)))
         self._replan()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """An engine of the present rows with new weights."""
         self._renew()
-        self._engine.reset(self._client, episode=0)
-        self._engine.add_fossils([candidate.architecture for candidate in candidates])
+        self._engine.reset(self._client, episode=0, done=self.t)
+        self._engine.add_fossils([self.entries[row].candidate.architecture for row in self.rows])
 
     def _renew(self) -> None:
         """An engine of the present rows, and its client, which waits."""
@@ -721,7 +725,7 @@ class Growth:
         self._engine.apply_structure()  # the report comes now
         self.t += 1
         if self.t == HOPELESS:
-            require_trained([self.entries[row].val for row in self.rows], self.t)
+            require_trained([entry.val for entry in self.entries], self.t)
         self._pay([self._of_step(self.entries[row].candidate) for row in self.rows])
         is_last = self.stage == len(self.stages) - 1
         if self.t == self.end:
@@ -762,8 +766,8 @@ class Growth:
     def _remember(self) -> None:
         """Remember the best row as it is now if it is the best of this stage on the few examples that were measured."""
         best = max(self.rows, key=lambda row: self.entries[row].score)
-        found, before = self.entries[best].score, self.likely
-        if math.isfinite(found) and (before is None or found >= self.entries[before[0]].points(before[1])):
+        found = self.entries[best].score
+        if found > -math.inf and (self.likely is None or found >= self._points(*self.likely)):
             self.likely, self._likely_state = (best, self.t), self._engine.state_of([self.rows.index(best)])
 
     def _measure(self, step: int) -> None:
@@ -772,14 +776,18 @@ class Growth:
         figures = zip(self.rows, *host_read(kept.accuracy, kept.loss), strict=True)
         for row, val, loss in figures:
             entry = self.entries[row]
-            entry.val[step - 1], entry.loss[step - 1] = float(val), float(loss)
+            place = step - entry.late - 1
+            entry.val[place], entry.loss[place] = float(val), float(loss)
         self._pay([self._prices.of_measuring(self.entries[row].flops) for row in self.rows])
-        best = max(self.rows, key=lambda row: self.entries[row].points(step))
-        found = self.entries[best].points(step)
-        before = -math.inf if self.best is None else self.entries[self.best[0]].points(self.best[1])
+        best = max(self.rows, key=lambda row: self._points(row, step))
+        found, before = self._points(best, step), -math.inf if self.best is None else self._points(*self.best)
         clear = 0.0 if step == self.t else _CLEAR / math.sqrt(self._dataset.val.answers)
         if found > before + clear or (found == before > -math.inf and step == self.t):  # the later one of two equals
             self.best, self._best_state = (best, step), self._engine.state_of([self.rows.index(best)])
+
+    def _points(self, row: int, step: int) -> float:
+        """Figure of merit of an entry after a step of the growth; -inf if its loss is not finite."""
+        return self.entries[row].points(step - self.entries[row].late)
 
     def _listen(self, report: StepReport) -> None:
         for place, row in enumerate(self.rows):
@@ -804,8 +812,18 @@ class Growth:
             if slower and not stage.new:
                 stage = Stage(_SLOWER_UNTIL, 1)
                 self.stages = (self.stages[0], stage, *self.stages[1:])
+        if self._asked == "auto" and self.stage == len(self.stages) - 1:
+            self._restart([one or self.entries[row].candidate for row, one in chosen])
+            return
         grown = self._neighbours(replace(self.entries[parent].candidate, rate=candidate.rate))
         self._continue([*chosen, *slower, *((parent, one) for one in grown[: stage.new])])
+
+    def _restart(self, candidates: Sequence[Candidate]) -> None:
+        """Train candidates from new weights: weights that were annealed early end worse (docs/experiments.md)."""
+        self.rows = list(range(len(self.entries), len(self.entries) + len(candidates)))
+        self.entries += [replace(self._entry(candidate), born=0, late=self.t) for candidate in candidates]
+        self._replan()
+        self._begin_anew()
 
     def _is_fast(self, row: int) -> bool:
         """Whether three times the learning rate is clearly worse than that of the task, which may be too high too."""
@@ -885,7 +903,7 @@ class Growth:
             self.rows = [self.likely[0]]
             self._load(self._likely_state)
             self._measure(self.likely[1])
-        row, steps = self.best or (self.rows[0], self.t)
+        row, step = self.best or (self.rows[0], self.t)
         state = self._best_state or self._engine.state_of([0])
         self.rows = [row]
         self._load(state)
@@ -893,7 +911,8 @@ class Growth:
         (test,) = host_read(self._engine.test())
         stats = self._engine.outcome()
         task = self._config.task_spec()
-        return GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0])), row, steps
+        network = GrownNetwork.of(self._engine, task, self._dataset, stats, host=0, test=float(test[0]))
+        return network, row, step - self.entries[row].late
 
     def births(self, entry: int) -> list[tuple[PlacedSeed, int]]:
         """The seeds of an entry, and the step after which each of them came; those of one step as their slots."""

@@ -38,6 +38,7 @@ class Entry:
         val, loss: after each step, those of the entry that it is a copy of included; on a part of the validation
             examples, and on all of them behind a stage.
         spent: FLOPs of its own steps. parent: number of the entry that it is a copy of. born: steps of that one.
+        late: steps of the growth before its first one, if it began later with new weights.
     """
 
     candidate: Candidate
@@ -48,6 +49,7 @@ class Entry:
     spent: float = 0.0
     parent: int | None = None
     born: int = 0
+    late: int = 0
 
     @property
     def of_step(self) -> float:

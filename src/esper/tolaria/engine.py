@@ -123,14 +123,14 @@ class VectorizedEngine:
 
     # -- an episode ---------------------------------------------------------------------------------------------
 
-    def reset(self, client: ClientProtocol, episode: int) -> None:
-        """Begin episode number `episode` with N fresh hosts, in the engine and in the client."""
+    def reset(self, client: ClientProtocol, episode: int, done: int = 0) -> None:
+        """Begin episode number `episode` with N fresh hosts, in the engine and in the client, after `done` steps."""
         spec = self.spec
-        self.episode, self.t, self._ended, self._pending = episode, 0, False, None
+        self.episode, self.t, self._ended, self._pending = episode, done, False, None
         self.warm_up(len(client.terms))
         self.executor.reset(episode)
         self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
-        self._coalitions = self._enumerate(self._state, 1)
+        self._coalitions = self._enumerate(self._state, done + 1)
         client.begin_rollout(episode, spec.host_ids())
         if self.architectures:
             self.add_fossils(self.architectures)

@@ -201,7 +201,13 @@ def test_after_its_first_stage_a_small_budget_is_spent_to_its_end(small):
     assert small.t == small.steps
 
 
-def test_what_auto_chooses_is_trained_as_if_it_had_been_known_from_the_start(small):
+@pytest.fixture
+def of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Growth, "_is_of_tokens", True)
+
+
+@pytest.mark.usefixtures("of_tokens")
+def test_what_auto_chooses_of_tokens_is_trained_as_if_it_had_been_known_from_the_start(small):
     """The same weights, order of examples and rates as those of an engine that begins with it after as many steps."""
     end_of_stage(small, (1.0, 1.0, 1.01))
     begun = small.t
@@ -213,6 +219,7 @@ def test_what_auto_chooses_is_trained_as_if_it_had_been_known_from_the_start(sma
     assert all(torch.equal(value, fresh[name]) for name, value in weights.items() if "weight" in name)
 
 
+@pytest.mark.usefixtures("of_tokens")
 def test_the_steps_of_what_begins_anew_are_its_own(small, tmp_path: Path):
     end_of_stage(small, (1.0, 1.0, 1.01))
     begun = small.t

@@ -10,9 +10,9 @@ what grew alone. At the end of a `Stage` most of them stop, and some are continu
     halving         the same, and architectures               the best go on (Li et al. 2018, arXiv 1603.06560)
     hill_climbing   the network alone, three learning rates   the best goes on, beside copies that have one seed more
                                                               (Elsken et al. 2017, arXiv 1711.04528)
-    auto            the network alone, and with seeds that    the best begins anew; a large budget has a race before:
-                    cost hardly any FLOPs (behind vectors     the best beside copies that have grown, then the best two
-                    none), at two learning rates
+    auto            the network alone, and with seeds that    the best goes on, or begins anew if it is one of tokens;
+                    cost hardly any FLOPs (behind vectors     a large budget has a race before: the best beside copies
+                    none), at two learning rates              that have grown, then the best two
 
 Compute is counted in floating-point operations: three forward passes for each training example (`runs.evaluation`),
 one for each validation example that is measured: few in each step, all behind a stage. What came before a copy is paid
@@ -571,12 +571,18 @@ class Growth:
         return [one for one in architectures if limit is None or self._prices.params(one) <= limit]
 
     @property
+    def _is_of_tokens(self) -> bool:
+        """Whether each token has a target."""
+        train = self._dataset.train
+        return self._engine.spec.family is HostFamily.TRANSFORMER and train.answers > len(train)
+
+    @property
     def _is_long(self) -> bool:
         """Whether each token has a target, and the network alone sees many of them for each parameter."""
-        train, of_tokens = self._dataset.train, self._engine.spec.family is HostFamily.TRANSFORMER
+        train = self._dataset.train
         seen = min(self._batches() * self.batch, _PASSES * len(train))
         targets = seen * train.answers / len(train)
-        return of_tokens and train.answers > len(train) and targets > _LONG * self._prices.host_params
+        return self._is_of_tokens and targets > _LONG * self._prices.host_params
 
     @property
     def _limits(self) -> list[tuple[float, float]]:
@@ -812,14 +818,17 @@ class Growth:
             if slower and not stage.new:
                 stage = Stage(_SLOWER_UNTIL, 1)
                 self.stages = (self.stages[0], stage, *self.stages[1:])
-        if self._asked == "auto" and self.stage == len(self.stages) - 1:
+        if self._asked == "auto" and self._is_of_tokens and self.stage == len(self.stages) - 1:
             self._restart([one or self.entries[row].candidate for row, one in chosen])
             return
         grown = self._neighbours(replace(self.entries[parent].candidate, rate=candidate.rate))
         self._continue([*chosen, *slower, *((parent, one) for one in grown[: stage.new])])
 
     def _restart(self, candidates: Sequence[Candidate]) -> None:
-        """Train candidates from new weights: weights that were annealed early end worse (docs/experiments.md)."""
+        """Train candidates from new weights: in networks of tokens those that were annealed early end worse.
+
+        In others it is a gain to go on (docs/experiments.md).
+        """
         self.rows = list(range(len(self.entries), len(self.entries) + len(candidates)))
         self.entries += [replace(self._entry(candidate), born=0, late=self.t) for candidate in candidates]
         self._replan()

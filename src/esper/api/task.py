@@ -29,7 +29,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, augmented, inputs_of
 from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_arrays, stored
 from esper.tasks.losses import (
     LEAST,
@@ -148,7 +148,8 @@ class Task:
             `model` is a trained network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
         augmentation: a random change of training examples: a function of a batch x [B, ...] that draws from the
-            global generators, as `torchvision.transforms.v2` do, or an `esper.tasks.datasets.Augmentation`.
+            global generators, as `torchvision.transforms.v2` do, or an `esper.tasks.datasets.Augmentation`. A function
+            of two arguments gets and gives (x, y), e.g. to flip a mask with its picture.
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
         last_batch: where it is not full, "merge" joins one of a single example to the batch before it; "drop" leaves it
@@ -190,7 +191,7 @@ class Task:
         blind_loss: float | None = None,
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
-        augmentation: Augmentation | Callable[[Any], Any] | None = None,
+        augmentation: Augmentation | Callable[..., Any] | None = None,
         classes: Sequence[str] | np.ndarray | None = None,
         episode_length: int = 40,
         batches_per_step: int | None = None,
@@ -260,7 +261,7 @@ class Task:
         )
         if digest is not None:  # a run does not go on with other weights
             dataset = replace(dataset, identity={**dataset.identity, "sha256_weights": digest})
-        _check_augmentation(dataset.augmentation, first.x[:8])
+        _check_augmentation(dataset.augmentation, dataset.train.x[:8], dataset.train.y[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         if metric is not None:
@@ -381,13 +382,13 @@ def _check_unit(name: str, points: Tensor) -> None:
         )
 
 
-def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
-    """Raise DataError if a second call with the same draws changes stored examples x [B, ...] in another way."""
+def _check_augmentation(augmentation: Augmentation | None, x: Tensor, y: Tensor) -> None:
+    """Raise DataError if a second call with the same draws changes stored examples [B, ...] in another way."""
     if augmentation is not None:
         drawn = augmentation.draw(0, torch.zeros(1, dtype=torch.int64), 0, 1, len(x))
-        changed = augmentation(x[None], drawn)
-        check_finite("what augmentation= gives of train.x", changed[0])
-        if not torch.equal(changed, augmentation(x[None], drawn)):
+        changed, again = (augmented(augmentation, x[None], y[None], drawn) for _ in range(2))
+        check_finite("what augmentation= gives of train.x", changed[0][0])
+        if not all(map(torch.equal, changed, again)):
             raise DataError("augmentation= gives other examples in a second call with the same draws, so networks "
                             "would depend on each other; draw from the global generators alone.")  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, word_rows
-from esper.tasks.datasets import Dataset, LastBatch, SplitName
+from esper.tasks.datasets import Dataset, LastBatch, SplitName, augmented
 from esper.tasks.instances import HostExamples
 
 
@@ -167,7 +167,7 @@ class SharedBatchIterator:
         if self.targets is not None:
             y = self.targets[:, some]
         if self.drawn is not None and self._augmentation is not None:
-            x = self._augmentation(x, self.drawn[:, some])
+            x, y = augmented(self._augmentation, x, y, self.drawn[:, some])
         # [N * B, ...], because a function of the user's is given batches [B, ...] elsewhere too
         return Batch(self._as_inputs(x.flatten(0, 1)).unflatten(0, index_NB.shape), y)
 

@@ -133,11 +133,13 @@ class Augmentation(Protocol):
 class RandomFunction:
     """`Augmentation` by a user's function of a batch [B, ...], in the structure `stored` (None for one tensor).
 
-    It draws from the global generators, which are seeded for each host, step and batch.
+    It draws from the global generators, which are seeded for each host, step and batch. Where `targets` is given, the
+    function takes and gives these too, so that a crop moves a mask with its picture.
     """
 
-    function: Callable[[Any], Any]
+    function: Callable[..., Any]
     stored: Structure | None = None
+    targets: "Targets | None" = None
 
     def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, t: int, count: int) -> Int[Tensor, "N n 1"]:
         """A number per example, on the CPU; the first one of a batch is its seed."""
@@ -146,19 +148,67 @@ class RandomFunction:
     @torch.no_grad()
     def __call__(self, x: Tensor, drawn: Int[Tensor, "N B 1"]) -> Tensor:
         """See `Augmentation`; raises DataError if the function fails, or changes a shape or dtype."""
-        changed = []
-        for x_B, seed in zip(x, drawn[:, 0, 0].tolist(), strict=True):
-            given = x_B.clone() if self.stored is None else self.stored.unpack(x_B.clone())
-            with seeded_generators(seed, x.device):
-                changed.append(applied(self._changed, given, "augmentation"))
-        return torch.stack(changed)
+        assert self.targets is None, "they would stay as they are"
+        return torch.stack([self._changed((x_B,), seed)[0] for x_B, seed in zip(x, _seeds(drawn), strict=True)])
 
-    def _changed(self, given: Any) -> Tensor:  # noqa: ANN401 -- what the user's function takes
+    @torch.no_grad()
+    def of_pairs(self, x: Tensor, y: Tensor, drawn: Int[Tensor, "N B 1"]) -> tuple[Tensor, Tensor]:
+        """Examples and their targets [N, B, ...], changed together; DataError as `__call__`, and for new labels."""
+        assert self.targets is not None, "the function does not take them"
+        pairs = [self._changed(pair, seed) for *pair, seed in zip(x, y, _seeds(drawn), strict=True)]
+        x, y = (torch.stack(of) for of in zip(*pairs, strict=True))
+        self.targets.check(y)
+        return x, y
+
+    def _changed(self, parts: Sequence[Tensor], seed: int) -> list[Tensor]:
+        """The inputs of a batch, or inputs and targets, as the function changes them."""
+        structures = self.stored, self.targets and self.targets.structure
+        pairs = list(zip((part.clone() for part in parts), structures, strict=False))
+        given = [part if structure is None else structure.unpack(part) for part, structure in pairs]
+        with seeded_generators(seed, parts[0].device):
+            found = applied(self._of_same_structure, tuple(given) if len(given) > 1 else given[0], "augmentation")
+        changed = found if len(given) > 1 else (found,)
+        return [
+            of if structure is None else structure.pack(of) for of, (_, structure) in zip(changed, pairs, strict=True)
+        ]
+
+    def _of_same_structure(self, given: Any) -> Any:  # noqa: ANN401 -- what the user's function takes
         expected = Structure.of(given, axes=0)
-        found = self.function(given)
+        found = self.function(given) if self.targets is None else self.function(*given)
         if Structure.of(found, axes=0) != expected:
             raise ValueError(f"it gives {described(found)}; keep shapes and dtypes, and convert in inputs=")
-        return found if self.stored is None else self.stored.pack(found)
+        return found
+
+
+def augmented(augmentation: Augmentation, x: Tensor, y: Tensor, drawn: Int[Tensor, "N B K"]) -> tuple[Tensor, Tensor]:
+    """Examples and their targets [N, B, ...], changed by what was drawn for them."""
+    if isinstance(augmentation, RandomFunction) and augmentation.targets is not None:
+        return augmentation.of_pairs(x, y, drawn)
+    return augmentation(x, drawn), y
+
+
+def _seeds(drawn: Int[Tensor, "N B 1"]) -> list[int]:
+    """Of the batch of each host."""
+    seeds: list[int] = drawn[:, 0, 0].tolist()
+    return seeds
+
+
+@final
+@dataclass(frozen=True)
+class Targets:
+    """Targets that an augmentation may change: their structure (None for one tensor), and the labels that there are."""
+
+    structure: Structure | None
+    least: int | None = None
+    most: int | None = None
+
+    def check(self, y: Tensor) -> None:
+        """Raise DataError for a label that no example has."""
+        if self.least is not None and self.most is not None and bool(((y < self.least) | (y > self.most)).any()):
+            raise DataError(
+                f"augmentation= gives targets from {int(y.min())} to {int(y.max())}, but those of the examples are "
+                f"{self.least} to {self.most}; fill what it moves in with one of these."
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

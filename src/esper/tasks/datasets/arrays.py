@@ -10,12 +10,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, is_dataclass
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -29,7 +30,16 @@ from esper.leyline.errors import DataError, in_words
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Form, Structure, flatten, unflatten
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split, stratified_split
+from esper.tasks.datasets import (
+    Augmentation,
+    Dataset,
+    Inputs,
+    PlainValue,
+    RandomFunction,
+    Split,
+    Targets,
+    stratified_split,
+)
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 
 
@@ -97,11 +107,32 @@ class StructuredAugmentation:
         return self.stored.pack(self.function(self.stored.unpack(x), drawn))
 
 
-def augmentation_of(given: Augmentation | Callable[[Any], Any] | None, stored: Structure | None) -> Augmentation | None:
-    """The augmentation of examples that are stored in this structure (None for one tensor)."""
+def augmentation_of(
+    given: Augmentation | Callable[..., Any] | None,
+    stored: Structure | None,
+    targets: Structure | None = None,
+    y: Tensor | None = None,
+) -> Augmentation | None:
+    """The augmentation of examples that are stored in this structure (None for one tensor), and of targets y [n, ...].
+
+    A function of two arguments gets inputs and targets.
+    """
     if given is None or isinstance(given, Augmentation):
         return given if given is None or stored is None else StructuredAugmentation(given, stored)
-    return RandomFunction(given, stored)
+    if y is None or not _takes_two(given):
+        return RandomFunction(given, stored)
+    labels = () if y.is_floating_point() or targets is not None else (int(y.min()), int(y.max()))
+    return RandomFunction(given, stored, Targets(targets, *labels))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments."""
+    try:
+        found = signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+    except ValueError:  # a built-in one
+        return False
+    needed = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(needed) == 2
 
 
 def from_arrays(
@@ -112,7 +143,7 @@ def from_arrays(
     *,
     objective: Objective,
     inputs: Inputs | None = None,
-    augmentation: Augmentation | Callable[[Any], Any] | None = None,
+    augmentation: Augmentation | Callable[..., Any] | None = None,
     class_names: Sequence[str] = (),
     run_seed: int,
 ) -> Dataset:
@@ -129,7 +160,7 @@ def from_arrays(
         test: test examples, or None.
         objective: decides what targets may be.
         inputs: applied to every batch on the device.
-        augmentation: applied to training batches before `inputs`.
+        augmentation: applied to training batches before `inputs`; a function of two arguments to their targets too.
         class_names: of the labels in order, or nothing.
         run_seed: key of the split.
 
@@ -168,7 +199,7 @@ def from_arrays(
         test=splits["test"],
         num_classes=objective.num_classes if isinstance(objective, Classification) else 0,
         inputs=inputs,
-        augmentation=augmentation_of(augmentation, structures[0]),
+        augmentation=augmentation_of(augmentation, *structures, splits["train"].y),
         class_names=tuple(class_names),
     )
 

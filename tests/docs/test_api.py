@@ -13,7 +13,7 @@ import networks_of_several as several
 from esper.kasmina.blueprints import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-TEN_LINES, WEIGHTS, SEVERAL, _TORCHVISION, BLUEPRINT = re.findall(
+TEN_LINES, WEIGHTS, SEVERAL, _TORCHVISION, PAIRS, BLUEPRINT = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 SMALL = "rounds=1, num_envs=2, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
@@ -51,6 +51,14 @@ def test_networks_with_several_inputs_and_outputs_become_tasks():
     exec(SEVERAL, variables)
     units = [variables[name].spec.objective.unit for name in ("next_token", "sentiment", "vae")]
     assert units == ["token accuracy", "accuracy", "loss reduction"]
+
+
+def test_pictures_and_masks_are_mirrored_together():
+    augmentation = run(PAIRS, torch=torch)["augmentation"]
+    x = torch.rand(64, 3, 4, 4)
+    pictures, masks = augmentation(x.clone(), x[:, 0].clone())
+    assert torch.equal(pictures[:, 0], masks)
+    assert 0 < (pictures != x).flatten(1).any(1).sum() < 64
 
 
 def test_the_ways_to_give_trained_weights_are_one(tmp_path, monkeypatch):

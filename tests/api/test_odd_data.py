@@ -73,6 +73,26 @@ def test_a_split_that_measures_coarsely_is_noted_once(val, said, capsys):
     assert notes == [said, said]
 
 
+@pytest.mark.parametrize("part", ["val", "test"])
+def test_a_class_that_nothing_can_teach_is_noted(part, capsys):
+    two = X[Y < 2], Y[Y < 2]
+    esper.grow(task(**{"train": two, "val": two, "test": two, part: VAL}), "plain", steps=3, executor="streamed")
+    said = f"note: class 2 of {part} is not in train, so it cannot be learned; give examples of it\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_a_column_of_targets_may_stand_beside_single_ones():
+    def points(train: Tensor, val: Tensor) -> float | None:
+        class Numbers(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x)[:, 0]
+
+        given = {"train": (X, train), "val": (X, val), "test": (X, val), "batch": 16, "episode_length": 3}
+        return esper.grow(esper.Task(Numbers, ["one"], **given), "plain", steps=3, progress=False).points
+
+    assert points(Y.float()[:, None], Y.float()) == points(Y.float(), Y.float())
+
+
 IN_TRAIN = (
     "note: {} are in train as well, so figures on them may show what was learned by heart; give others if you can"
 )

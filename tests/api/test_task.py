@@ -124,7 +124,7 @@ def test_targets_that_are_far_from_0_are_noticed():
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     given = {"model": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "slots": ["0"], "batch": 16}
     with pytest.warns(
-        UserWarning, match=r"training targets are 1\.5e\+03 away from 0 .*; scale them, or it needs many"
+        UserWarning, match=r"training targets are about 1\.5e\+03 in size.*; scale them, or it needs many"
     ):
         esper.Task(train=(x, 1500.0 + x[:, :1]), **given)
 
@@ -466,6 +466,14 @@ WRONG = [
     ({"loss": F.cross_entropy}, "one number per example, (40,): average over the axes of an example, and not over"),
     ({"loss": lambda out, y: float(out.sum())}, "the loss gives a result of type float"),
     ({"loss": lambda out, y: out.sum(dim=1) - out.sum()}, "the loss of one example depends on the other examples"),
+    (
+        {"loss": lambda out, y: torch.logcumsumexp(out[:, 0], 0) - out[:, 0]},  # right for the first one
+        "the loss of one example depends on the other examples",
+    ),
+    (
+        {"metric": lambda out, y: 100.0 * (out.argmax(1) == y).float().mean().expand(len(y))},
+        "figures of a whole split are no metric here: measure them with grown.module",
+    ),
     ({"loss": lambda out, y: out.detach().exp().sum(dim=1)}, "the loss of objective Custom has no gradient"),
     ({"loss": lambda out, y: -out.exp().sum(dim=1)}, "it must be finite and above 0: give blind_loss"),
     ({"metric": lambda out, y: out}, "the metric gives a result of shape (4, 3)"),

@@ -325,3 +325,12 @@ def test_layers_beside_the_parameters_are_allowed_if_they_are_frozen_or_register
             return self.held[0](self.held[1](self.a(x)))
 
     ModuleHostSpec.of(Holding, ["a"], VECTORS)
+
+
+def test_a_model_that_has_become_another_one_is_refused():
+    widths = [8]
+    spec = ModuleHostSpec.of(lambda: named(a=nn.Linear(6, widths[0]), b=nn.Linear(widths[0], 3)), ["a"], VECTORS)
+    assert spec.build(["a"], VECTORS).network.a.out_features == 8
+    widths[0] = 9
+    with pytest.raises(ConfigError, match=r"another Sequential .* 'a.bias' is \[9\], and was \[8\].*functools.partial"):
+        spec.build(["a"], VECTORS)

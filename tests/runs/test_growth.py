@@ -271,6 +271,14 @@ def test_in_a_race_architectures_grow_from_the_network_alone_and_must_be_clearly
     assert [growth.entries[row].candidate for row in growth.rows] == [one if is_better else FASTER]
 
 
+def test_a_budget_of_more_steps_than_there_can_be_has_candidates_all_the_same(grow, step_flops):
+    for runs in (1, 100):
+        growth = grow("auto", flops=runs * MAX_EPISODE_LENGTH * step_flops)
+        assert len(growth.entries) == 3
+    assert growth.steps == MAX_EPISODE_LENGTH
+    assert "; the budget holds more, but no growth has more steps" in growth.plan
+
+
 def test_behind_vectors_the_rate_alone_is_chosen(step_flops):
     spec = task_of("of_vectors", tokens=1).spec
     with in_process(spec):
@@ -836,10 +844,14 @@ def test_steps_that_were_rolled_back_are_counted_for_what_is_kept_alone():
     assert said in str(replace(board_of(kept, other), steps=2))
 
 
-@pytest.mark.parametrize(("guessing", "said"), [(90.0, True), (89.9, False), (None, False)])
-def test_candidates_that_only_guess_are_noticed(guessing, said):
-    board = str(board_of(entry(90.0, 10), guessing=guessing))
-    assert ("No candidate is better than one answer for all examples, which has 90.00: allow" in board) is said
+@pytest.mark.parametrize(
+    ("found", "guessing", "said"),
+    [(90.0, 90.0, True), (90.0, 89.9, False), (90.0, None, False), (97.80000305, 97.8, True), (100.0, 100.0, False)],
+    ids=["as good", "better", "unknown", "as good but for rounding", "all right"],
+)
+def test_candidates_that_only_guess_are_noticed(found, guessing, said):
+    board = str(board_of(entry(found, 10), guessing=guessing))
+    assert ("No candidate is better than one answer for all examples, which has " in board) is said
 
 
 def test_a_long_leaderboard_shows_the_best_the_kept_and_those_of_the_pareto_set():

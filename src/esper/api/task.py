@@ -114,6 +114,8 @@ _FAR = 30.0
 """Mean absolute value of targets that a network reaches in some hundred steps."""
 _WILD = 1e3
 """How many times the mean absolute target, or 1, the outputs of a new network are where its inputs are not scaled."""
+_TRIED = 8
+"""Examples whose loss and metric are computed alone and beside others."""
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""
 
@@ -265,7 +267,7 @@ class Task:
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         if metric is not None:
-            _check_unit(self.name, per_example("metric", metric, found, given["train"].y[: len(found)].clone()))
+            _check_unit(self.name, _each_alone("metric", metric, found, given["train"].y[: len(found)]))
         self.spec = TaskSpec(
             name=self.name,
             description=f"{len(dataset.train):,} examples of the user's.",
@@ -405,7 +407,7 @@ def _with_targets(given: Mapping[str, Stored], outputs: tuple[int, ...], *, clas
     if is_number and y.dim() == 1 and outputs == (1,):  # the outputs have an axis more
         targets = {part: of[:, None] for part, of in targets.items()}
     elif column and (outputs == () if is_number else classes and len(outputs) == 1):  # an axis less
-        targets = {part: of[:, 0] for part, of in targets.items()}
+        targets = {part: of[:, 0] if of.shape[1:] == (1,) else of for part, of in targets.items()}
     y = targets["train"]
     if classes and y.shape[1:] == outputs:
         if _one_hot(y):
@@ -497,17 +499,28 @@ def _objective(
     if label_smoothing:
         raise ConfigError("label_smoothing and a loss of your own are given; smooth inside the loss, or leave one out.")
     loss, targets = without_mean(loss, y), y[: len(outputs)].clone()
-    losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
-    if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):
-        shapes = list(outputs.shape[1:]), list(targets.shape[1:])
-        hint = f" Outputs {shapes[0]} and targets {shapes[1]} may be broadcast." * (shapes[0] != shapes[1])
-        raise ConfigError(
-            "the loss of one example depends on the other examples of the batch; compute it for each example alone."
-            + hint
-        )
+    losses = _each_alone("loss", loss, outputs, targets)
     default = "loss reduction" if metric is None else "score"
     blind = float(losses.mean()) if blind_loss is None else blind_loss
     return Custom(loss=loss, metric=metric, blind_loss=blind, unit=unit or default)
+
+
+def _each_alone(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The figures of examples [n]; raises ConfigError if that of one depends on the others beside it."""
+    figures = per_example(name, function, outputs.clone(), targets.clone())
+    for row in range(min(len(figures), _TRIED)):
+        here = slice(row, row + 1)
+        alone = per_example(name, function, outputs[here].clone(), targets[here].clone())
+        if not torch.allclose(figures[here], alone, rtol=1e-3, atol=1e-5, equal_nan=True):
+            shapes = list(outputs.shape[1:]), list(targets.shape[1:])
+            hint = f" Outputs {shapes[0]} and targets {shapes[1]} may be broadcast." * (shapes[0] != shapes[1])
+            if name == "metric":
+                hint += " F1 and other figures of a whole split are no metric here: measure them with grown.module."
+            raise ConfigError(
+                f"the {name} of one example depends on the other examples of the batch; compute it for each example "
+                f"alone.{hint}"
+            )
+    return figures
 
 
 def _check_figures(
@@ -554,7 +567,7 @@ def _worst(name: str, function: PerExample, outputs: Tensor, y: Tensor, part: st
             (gradient,) = torch.autograd.grad(figures.sum(), outputs, materialize_grads=True)
         except RuntimeError as error:
             raise ConfigError(f"the gradient of the loss cannot be computed: {in_words(error)}") from error
-        finite, what = gradient.flatten(1).isfinite().all(dim=1), "the gradient of the loss"
+        finite, what = gradient.reshape(len(gradient), -1).isfinite().all(dim=1), "the gradient of the loss"
     return None if bool(finite.all()) else (int((~finite).int().argmax()), what)
 
 
@@ -597,7 +610,7 @@ def _by_targets(outputs: tuple[int, ...], y: Tensor) -> Objective:
             far = float(y.double().abs().mean())
             if far > _FAR:
                 warnings.warn(
-                    f"training targets are {far:.3g} away from 0 in the mean, and a network begins near 0; scale them, "
+                    f"training targets are about {far:.3g} in size, and a network begins near 0; scale them, "
                     "or it needs many steps to get there: (y - y.mean(0)) / y.std(0).",
                     stacklevel=5,
                 )

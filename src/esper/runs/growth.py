@@ -517,7 +517,7 @@ class Growth:
             steps = self._longest(candidates, stages)
             if method == "auto" and not self._fixed:
                 target = _RACED * left / self._costs(candidates, stages, self._at_once)[-1]
-            if steps >= target and (self._fixed or steps) * stages[0].until >= least:
+            if steps >= min(target, MAX_EPISODE_LENGTH) and (self._fixed or steps) * stages[0].until >= least:
                 break
         return candidates, stages if self.budget.flops else side_by_side(stages, int(self._at_once))
 
@@ -969,7 +969,9 @@ class Growth:
             )
         again = ", planned again where steps take longer or shorter" if self.budget.minutes else ""
         steps = f"{'about ' * (len(self.stages) > 1)}{counted(self.steps, 'step')}"
-        if self._asked == "auto" and sizes == "1":
+        if self.steps == MAX_EPISODE_LENGTH:
+            again += "; the budget holds more, but no growth has more steps"
+        elif self._asked == "auto" and sizes == "1":
             again += "; the budget is too small to compare candidates, so the network alone has all of it"
         return f"plan: {steps}, candidates {sizes}, {most}{halved}{again}"
 

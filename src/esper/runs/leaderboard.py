@@ -12,6 +12,8 @@ from esper.telemetry.progress import duration
 
 _SHOWN = 12
 """Candidates that a printed leaderboard has, beside the Pareto set."""
+_ROUNDING = 1e-3
+"""Points that are no difference."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Leaderboard:
                 f"In {lost} of {counted(self.steps, 'step')} what is kept had a NaN or infinite loss or gradient and "
                 "went back to the step before: lower the learning rate, or look for a division by 0.\n"
             )
-        if self.guessing is not None and self.val <= self.guessing:
+        if self.guessing is not None and self.val < self.guessing + _ROUNDING and self.guessing < 100.0 - _ROUNDING:
             more += (
                 f"No candidate is better than one answer for all examples, which has {self.guessing:.2f}: allow more "
                 "steps, or look at the learning rate, the scale of the inputs and the targets.\n"

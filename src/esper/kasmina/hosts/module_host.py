@@ -196,6 +196,25 @@ def check_weights(network: nn.Module, again: nn.Module) -> None:
             )
 
 
+def shapes_of_weights(network: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Path and shape of each parameter and buffer."""
+    return tuple(
+        sorted((path, tuple(of.shape)) for path, of in (*network.named_parameters(), *network.named_buffers()))
+    )
+
+
+def check_unchanged(network: nn.Module, expected: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    """The model still gives a network with the weights that were found before."""
+    before, now = dict(expected), dict(shapes_of_weights(network))
+    if changed := [path for path in before | now if before.get(path) != now.get(path)]:
+        was, found = ("missing" if of is None else list(of) for of in (before.get(changed[0]), now.get(changed[0])))
+        raise ConfigError(
+            f"the model gives another {type(network).__name__} than when the task was made: {changed[0]!r} is {found}, "
+            f"and was {was}. It reads a variable that has changed, or a class was defined again: make the task anew, "
+            "and give the model its values, as functools.partial(Net, width) does."
+        )
+
+
 def check_registered(network: nn.Module, attribute: str, value: object) -> None:
     """An attribute of a module holds no weights that could be trained, and that PyTorch does not know of."""
     known, name = set(network.parameters()), type(network).__name__
@@ -446,6 +465,7 @@ class ModuleFacts:
         built_by_pass: whether a first forward pass finds shapes or adds layers (nn.LazyLinear). global_rng: see `Host`.
         causal: whether no output depends on later positions.
         own_frozen: paths of the frozen parameters that each host has a copy of.
+        weights: path and shape of each parameter and buffer.
     """
 
     family: HostFamily
@@ -461,6 +481,7 @@ class ModuleFacts:
     built_by_pass: bool
     global_rng: bool
     own_frozen: tuple[str, ...]
+    weights: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
@@ -540,6 +561,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         built_by_pass=built_by_pass,
         global_rng=run.draws or trained.draws,
         own_frozen=own,
+        weights=shapes_of_weights(network),
     )
 
 
@@ -753,6 +775,7 @@ class ModuleHost(Host):
         self.global_rng = spec.facts.global_rng
         example = torch.zeros(1, *spec.facts.inputs, dtype=spec.facts.dtype)
         self.network = new_network(spec.model, self.arguments(example) if spec.facts.built_by_pass else None)
+        check_unchanged(self.network, spec.facts.weights)
         as_buffers(self.network, spec.facts.own_frozen)
         self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
 

@@ -273,6 +273,9 @@ def cautions(dataset: Dataset) -> Iterator[str]:
             f"note: measurements are coarse, because {len(missing)} of the classes of train ({some}) are not in val; "
             "give a val that has all of them, or none, so that a part of each is split off"
         )
+    for name, split in (("val", val), ("test", dataset.test)):
+        if dataset.num_classes and (unknown := sorted({*split.y.unique().tolist()} - trained)):
+            yield f"note: class {unknown[0]} of {name} is not in train, so it cannot be learned; give examples of it"
     seen = set(_keys(dataset.train))
     for name, split in (("val", val), ("test", dataset.test)):
         if len(split) and (same := sum(key in seen for key in _keys(split))) > _REPEATED * len(split):

@@ -242,8 +242,10 @@ def test_places_that_are_refused_are_left_out():
 
 
 def test_a_network_without_a_place_and_one_that_is_refused_are_told_apart():
-    with pytest.raises(ConfigError, match="no place where a seed may grow was found in Linear; name the submodules at"):
+    with pytest.raises(ConfigError, match="Linear is a single layer, and a seed grows in front of the output layer"):
         host_of(lambda: nn.Linear(6, 2), None, VECTORS)
+    with pytest.raises(ConfigError, match="a seed may grow was found in Sequential; name the submodules at whose"):
+        host_of(lambda: chain(nn.Linear(6, 2)), None, VECTORS)
     with pytest.raises(ConfigError, match=r"'0\.weight' is torch\.float64"):
         host_of(lambda: chain(nn.Linear(6, 6), nn.Linear(6, 2)).double(), None, VECTORS.double())
     with pytest.raises(

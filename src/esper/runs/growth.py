@@ -534,6 +534,8 @@ class Growth:
         own = [index for index in spec.selectable if index >= NUM_BUILTIN_BLUEPRINTS]
         usual = [index for index in ROTATION[spec.family] if index in spec.selectable]
         names = dict.fromkeys(spec.blueprint_names[index] for index in (*own, *usual, *spec.selectable))
+        if "attention" in names:
+            names.pop("flex_attention", None)  # the same by another kernel
         if self._asked == "auto" and self._is_long:
             names.pop("depthwise", None)
         of_blueprint = []

@@ -160,8 +160,8 @@ class _Trace:
         """Proposed paths but for the refused ones; raises ConfigError if there are none."""
         found = [place for place in self._found if place.path not in refused]
         if not found and not [*self._network.children()]:
-            raise ConfigError(f"{type(self._network).__name__} is a single layer, and a seed grows in front of the output "
-                              "layer; give it another layer before.")  # fmt: skip
+            name = type(self._network).__name__
+            raise ConfigError(f"{name} is a single layer, and a seed grows in front of the output layer; add a layer.")
         if not found:
             raise ConfigError(f"no place where a seed may grow was found in {type(self._network).__name__}; name the "
                               "submodules at whose outputs seeds may grow with slots=. They are called once, in front "

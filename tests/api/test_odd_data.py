@@ -93,6 +93,15 @@ def test_a_column_of_targets_may_stand_beside_single_ones():
     assert points(Y.float()[:, None], Y.float()) == points(Y.float(), Y.float())
 
 
+def test_columns_of_a_table_that_are_not_numbers_are_named_and_the_advice_works():
+    table = pandas.DataFrame(X.numpy()[:, :5]).assign(colour=["red", "blue"] * 32)
+    with pytest.raises(EsperError, match=r"train\.x has columns that are not numbers: 'colour'; .*pandas\.get_dummies"):
+        task(train=(table, Y))
+    table.columns = table.columns.map(str)
+    numbers = pandas.get_dummies(table, dtype=float).iloc[:, :6]
+    assert result(train=(numbers, Y))[0] is not None
+
+
 IN_TRAIN = (
     "note: {} are in train as well, so figures on them may show what was learned by heart; give others if you can"
 )

@@ -372,7 +372,14 @@ _OF_LABELS = "np.unique(labels, return_inverse=True)[1]"
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
     if hasattr(value, "to_numpy"):  # tables and columns of pandas and others
-        value = value.to_numpy()
+        table, value = value, value.to_numpy()
+        if value.dtype.kind not in "biuf" and hasattr(table, "columns"):
+            words = [name for name in table.columns if np.asarray(table[name]).dtype.kind not in "biuf"]
+            raise DataError(
+                f"{place} has columns that are not numbers: {', '.join(map(repr, words))}; give numbers for "
+                "each: pandas.get_dummies(table, dtype=float), or for an embedding .astype('category').cat.codes; of "
+                "another kind of numbers .astype(float)."
+            )
     if np.ma.is_masked(value):
         raise DataError(
             f"{place} has masked values, which PyTorch does not know; fill them (.filled), or leave them out."

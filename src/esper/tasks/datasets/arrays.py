@@ -372,8 +372,9 @@ _OF_LABELS = "np.unique(labels, return_inverse=True)[1]"
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
     if hasattr(value, "to_numpy"):  # tables and columns of pandas and others
-        table, value = value, value.to_numpy()
-        if value.dtype.kind not in "biuf" and hasattr(table, "columns"):
+        table: Any = value
+        value = array = table.to_numpy()
+        if array.dtype.kind not in "biuf" and hasattr(table, "columns"):
             words = [name for name in table.columns if np.asarray(table[name]).dtype.kind not in "biuf"]
             raise DataError(
                 f"{place} has columns that are not numbers: {', '.join(map(repr, words))}; give numbers for "

@@ -32,8 +32,10 @@ from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, augmented, inputs_of
 from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, check_finite, from_arrays, stored
 from esper.tasks.losses import (
+    BALANCED,
     LEAST,
     MOST,
+    BalancedAccuracy,
     Classification,
     Custom,
     MeanSquaredError,
@@ -144,7 +146,8 @@ class Task:
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².
             One-hot targets of the shape of the outputs mean classes or tokens, also for `metric`.
         metric: (outputs, targets) -> points of each example [B], where 100 is perfect; or bools, whether each is
-            right. If only `loss` is given: by how many percent it is below `blind_loss`.
+            right; or "balanced accuracy", the mean over the classes. If only `loss` is given: by how many percent it is
+            below `blind_loss`.
         unit: name of the points.
         blind_loss: loss of guessing. If only `loss` is given: that of a new network, without `weights`; give it where
             `model` is a trained network.
@@ -188,7 +191,7 @@ class Task:
         weights: Weights | None = None,
         name: str | None = None,
         loss: PerExample | None = None,
-        metric: PerExample | None = None,
+        metric: PerExample | Literal["balanced accuracy"] | None = None,
         unit: str | None = None,
         blind_loss: float | None = None,
         outputs: Callable[[Any], Any] | None = None,
@@ -240,8 +243,13 @@ class Task:
         if structures != (None, None):
             if loss is None:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
+            if metric == BALANCED:
+                raise ConfigError("balanced accuracy is for one tensor of outputs and one of targets; give a metric of "
+                                  "your own, a function (outputs, targets).")  # fmt: skip
             loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
         given = _with_targets(given, found.shape[1:], classes=loss is None)
+        if metric == BALANCED:
+            metric, unit = _balanced(found, given["train"].y), unit or BALANCED
 
         def answers(part: str, rows: slice) -> Tensor:
             return _outputs(network, part, inputs_of(prepare, given[part].x[rows].clone()), batch)
@@ -505,6 +513,16 @@ def _objective(
     return Custom(loss=loss, metric=metric, blind_loss=blind, unit=unit or default)
 
 
+def _balanced(outputs: Tensor, y: Tensor) -> BalancedAccuracy:
+    """The metric of that name; raises ConfigError unless outputs are [n, C] and targets classes [n]."""
+    if y.is_floating_point() or y.dim() != 1 or outputs.dim() != 2:
+        raise ConfigError(
+            f"balanced accuracy is for outputs [B, classes] and classes [B] as integers, but the network gives "
+            f"{list(outputs.shape[1:])} and the targets are {list(y.shape[1:])} of {y.dtype} for each example."
+        )
+    return BalancedAccuracy()
+
+
 def _each_alone(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
     """The figures of examples [n]; raises ConfigError if that of one depends on the others beside it."""
     figures = per_example(name, function, outputs.clone(), targets.clone())
@@ -515,7 +533,10 @@ def _each_alone(name: str, function: PerExample, outputs: Tensor, targets: Tenso
             shapes = list(outputs.shape[1:]), list(targets.shape[1:])
             hint = f" Outputs {shapes[0]} and targets {shapes[1]} may be broadcast." * (shapes[0] != shapes[1])
             if name == "metric":
-                hint += " F1 and other figures of a whole split are no metric here: measure them with grown.module."
+                hint += (
+                    " F1 and other figures of a whole split are no metric here: measure them with grown.module, or take "
+                    'metric="balanced accuracy".'
+                )
             raise ConfigError(
                 f"the {name} of one example depends on the other examples of the batch; compute it for each example "
                 f"alone.{hint}"

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -229,6 +229,31 @@ class WithMetric:
         return score / weight
 
 
+BALANCED: Literal["balanced accuracy"] = "balanced accuracy"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BalancedAccuracy:
+    """Points of each example, whose mean over a split is the mean of the accuracies of its classes.
+
+    As `sklearn.metrics.balanced_accuracy_score`. `weights`: of each class of the split; None before `of_split`.
+    """
+
+    weights: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Logits [B, C] and classes [B] -> points [B]."""
+        points = 100.0 * (outputs.argmax(dim=1) == targets).float()
+        return points if self.weights is None else points * self.weights[targets]
+
+    def of_split(self, targets: Tensor) -> "BalancedAccuracy":
+        """The same for a split with the classes [n]."""
+        counts = targets.bincount()
+        share = len(targets) / ((counts > 0).sum() * counts.clamp(min=1))
+        return BalancedAccuracy(share.float())
+
+
 @final
 @dataclass(frozen=True)
 class OfStructures:
@@ -325,7 +350,9 @@ def _cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> T
 
 
 def of_split(objective: Objective, targets: Tensor) -> Objective:
-    """The objective with the figure of merit of a split that has the targets [n, ...]; only R² depends on them."""
+    """The objective with the figure of merit of a split that has the targets [n, ...], on which some depend."""
+    if isinstance(objective, WithMetric | Custom) and isinstance(objective.metric, BalancedAccuracy):
+        return replace(objective, metric=objective.metric.of_split(targets))
     return objective.of_split(targets) if isinstance(objective, MeanSquaredError) else objective
 
 
@@ -351,6 +378,8 @@ def points_of_guessing(objective: Objective, targets: Tensor) -> float | None:
     if isinstance(objective, Classification | NextToken):
         counts = targets[targets != PADDING].flatten().long().bincount()
         return 100.0 * float(counts.max() / counts.sum()) if counts.numel() else None
+    if isinstance(objective, WithMetric | Custom) and isinstance(objective.metric, BalancedAccuracy):
+        return 100.0 / len(targets.unique())
     by_loss = isinstance(objective, Custom) and objective.metric is None
     return 0.0 if by_loss or isinstance(objective, MeanSquaredError) else None
 

@@ -534,8 +534,8 @@ def _each_alone(name: str, function: PerExample, outputs: Tensor, targets: Tenso
             hint = f" Outputs {shapes[0]} and targets {shapes[1]} may be broadcast." * (shapes[0] != shapes[1])
             if name == "metric":
                 hint += (
-                    " F1 and other figures of a whole split are no metric here: measure them with grown.module, or take "
-                    'metric="balanced accuracy".'
+                    " F1 and other figures of a whole split are no metric here: measure them with grown.module, or "
+                    'take metric="balanced accuracy".'
                 )
             raise ConfigError(
                 f"the {name} of one example depends on the other examples of the batch; compute it for each example "

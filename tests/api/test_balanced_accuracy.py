@@ -46,6 +46,14 @@ def test_points_are_those_of_scikit_learn_on_each_split(executor, loss):
     assert grown.unit == "balanced accuracy"
 
 
+def test_each_step_of_a_growth_is_measured_on_all_examples_because_few_have_other_shares():
+    x, y = VAL
+    y = torch.where(torch.arange(len(y)) % 10 == 0, 0, y.clamp(min=1))  # every tenth example is of the class of most
+    grown = esper.grow(task(val=(x, y)), "plain", steps=20, progress=False)
+    points = [point for entry in grown.leaderboard.entries for point in entry.val]
+    assert max(points) <= 100.0 + 1e-3
+
+
 def test_a_class_counts_by_the_inverse_of_its_share():
     y = torch.tensor([0, 0, 0, 2])
     points = BalancedAccuracy().of_split(y)(torch.eye(3)[torch.tensor([0, 0, 1, 2])], y)

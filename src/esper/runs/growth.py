@@ -62,7 +62,7 @@ from esper.runs.leaderboard import Candidate, Entry, Leaderboard
 from esper.runs.state_file import read_checked, write_state
 from esper.tamiyo.heuristic import ROTATION
 from esper.tasks.datasets import Dataset
-from esper.tasks.losses import points_of_guessing
+from esper.tasks.losses import needs_whole_split, points_of_guessing
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.choice import largest_batch, training_bounds
@@ -237,7 +237,8 @@ class Prices:
         self._seed_params, self._seed_flops, host = host_read(costs.seed_params, costs.seed_flops, costs.host_flops)
         bounds = training_bounds(task, dataset)
         trained, self._whole, self.batches = (1 + BACKWARD) * bounds[-1][1], len(dataset.val), len(bounds)
-        self.measured_share = min(1.0, _MEASURED * trained / self._whole)
+        few = 1.0 if needs_whole_split(task.objective) else _MEASURED * trained / self._whole
+        self.measured_share = min(1.0, few)
         self._examples = trained + math.ceil(self._whole * self.measured_share)
         self.host_params, self._host_flops = int(engine.executor.host_params), int(host)
 

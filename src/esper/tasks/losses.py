@@ -356,6 +356,11 @@ def of_split(objective: Objective, targets: Tensor) -> Objective:
     return objective.of_split(targets) if isinstance(objective, MeanSquaredError) else objective
 
 
+def needs_whole_split(objective: Objective) -> bool:
+    """Whether a part of a split, in which classes have other shares, says little of the figure of merit."""
+    return isinstance(objective, WithMetric | Custom) and isinstance(objective.metric, BalancedAccuracy)
+
+
 def of_measuring(objective: Objective) -> Objective:
     """The objective by which networks are measured, without label smoothing: exp(loss) stays the perplexity."""
     if isinstance(objective, WithMetric):
@@ -378,7 +383,7 @@ def points_of_guessing(objective: Objective, targets: Tensor) -> float | None:
     if isinstance(objective, Classification | NextToken):
         counts = targets[targets != PADDING].flatten().long().bincount()
         return 100.0 * float(counts.max() / counts.sum()) if counts.numel() else None
-    if isinstance(objective, WithMetric | Custom) and isinstance(objective.metric, BalancedAccuracy):
+    if needs_whole_split(objective):
         return 100.0 / len(targets.unique())
     by_loss = isinstance(objective, Custom) and objective.metric is None
     return 0.0 if by_loss or isinstance(objective, MeanSquaredError) else None

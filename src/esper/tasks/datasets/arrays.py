@@ -108,18 +108,15 @@ class StructuredAugmentation:
 
 
 def augmentation_of(
-    given: Augmentation | Callable[..., Any] | None,
-    stored: Structure | None,
-    targets: Structure | None = None,
-    y: Tensor | None = None,
+    given: Augmentation | Callable[..., Any] | None, stored: Structure | None, targets: Structure | None, y: Tensor
 ) -> Augmentation | None:
-    """The augmentation of examples that are stored in this structure (None for one tensor), and of targets y [n, ...].
+    """The augmentation of examples and targets y [n, ...] that are stored in these structures (None for one tensor).
 
     A function of two arguments gets inputs and targets.
     """
     if given is None or isinstance(given, Augmentation):
         return given if given is None or stored is None else StructuredAugmentation(given, stored)
-    if y is None or not _takes_two(given):
+    if not _takes_two(given):
         return RandomFunction(given, stored)
     labels = () if y.is_floating_point() or targets is not None else (int(y.min()), int(y.max()))
     return RandomFunction(given, stored, Targets(targets, *labels))

@@ -65,8 +65,8 @@ test: $(STAMP)
 
 SHAPES := tests/runs/test_learner_and_engine.py tests/test_contracts.py tests/kasmina/rules/test_lifecycle.py \
 	tests/kasmina/parameters/test_population.py tests/tasks/test_instances.py \
-	tests/simic/test_client.py tests/simic/agent/test_ppo.py tests/simic/agent/test_advantages.py \
-	tests/simic/agent/test_rollout_buffer.py tests/simic/rewards/test_golden_rewards.py \
+	tests/simic/test_client.py tests/simic/test_ppo.py tests/simic/test_advantages.py \
+	tests/simic/test_rollout_buffer.py tests/simic/rewards/test_golden_rewards.py \
 	tests/simic/rewards/test_reward_state.py tests/tamiyo/test_network.py tests/tamiyo/test_heads.py \
 	tests/tamiyo/test_features.py tests/tamiyo/test_baselines.py tests/tolaria/test_engine.py \
 	tests/tolaria/test_coalitions.py tests/tolaria/test_governor.py tests/tolaria/executors/test_every_executor.py

@@ -1,6 +1,6 @@
 """Generalized advantage estimation: the batched scan against scalar loops.
 
-    scan      `esper.simic.agent.advantages.compute_gae`, all hosts at once
+    scan      `esper.simic.advantages.compute_gae`, all hosts at once
     tensors   a loop over hosts and steps that reads elements of tensors; on some hosts, scaled up to all
     floats    the same loop over lists of Python floats, which exist only after a read of the device
 
@@ -25,7 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.simic.agent.advantages import compute_gae
+from esper.simic.advantages import compute_gae
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from esper.cpp.build import compiler
+from esper.cpp import compiler
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec

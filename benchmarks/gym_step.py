@@ -20,13 +20,13 @@ import tyro
 from torch import Tensor
 
 import esper.gym
-from esper.gym.environment import action_mask, legal_actions, observation_of
+from esper.gym import action_mask, legal_actions, observation_of
 from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.runs.assembly.assemble import device_of, engine_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import make_reward
-from esper.tamiyo.scripted import NoMemory, ScriptedPolicy
+from esper.tamiyo.schedules import NoMemory, ScriptedPolicy
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device, host_read
 from paired import cpu_ms

@@ -43,8 +43,7 @@ from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Algorithm, SeedStage
-from esper.leyline.messages import SlotState
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective, SlotState
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.cpp.build import load
+from esper.cpp import load
 from paired import cpu_ms
 
 GEMM = 1024

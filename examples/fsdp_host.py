@@ -29,7 +29,7 @@ from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import make_reward
-from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, Stateless, canonical_action
+from esper.tamiyo.schedules import NoMemory, ScriptedPolicy, Stateless, canonical_action
 from esper.tasks import TaskSpec, register_task
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import NextToken

@@ -9,7 +9,7 @@ from torch import Tensor
 import esper
 from esper.leyline.lifecycle import LifecycleOp
 from esper.leyline.messages import EngineSpec, Observation
-from esper.tamiyo.scripted import NoMemory, Stateless, canonical_action
+from esper.tamiyo.schedules import NoMemory, Stateless, canonical_action
 
 
 @esper.register_policy("greedy")

@@ -36,8 +36,7 @@ from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import REWARD_TERMS, make_reward
 from esper.tamiyo.baselines import scheduled
-from esper.tamiyo.schedules import Schedule
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.schedules import Schedule, canonical_action
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import register_task, task_by_name

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.rules import lifecycle
 from esper.leyline.errors import EsperError
 from esper.simic import client as learner
-from esper.simic.agent import ppo, rollout_buffer
+from esper.simic import ppo, rollout_buffer
 from esper.simic.client import SimicClient
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module

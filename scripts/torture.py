@@ -553,7 +553,7 @@ def _functions(folder: Path, file: Path) -> list[Callable[[], object]]:
     from esper.tamiyo.policy_files import read_policy
     from esper.telemetry.record.reader import open_record
     from esper.telemetry.report.page import payloads_of
-    from esper.telemetry.serve.overview import Row
+    from esper.telemetry.serve.runs import Row
 
     run, states = folder / "run", folder / "run" / "checkpoints"
 

@@ -29,8 +29,7 @@ from esper.leyline.tensor_dataclass import StateTree
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
 from esper.tamiyo.baselines import scheduled
-from esper.tamiyo.schedules import Schedule
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.schedules import Schedule, canonical_action
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.datasets import Dataset, Split, data_label
 from esper.tasks.registry import TaskSpec, task_by_name

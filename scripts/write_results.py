@@ -30,7 +30,7 @@ from matplotlib.transforms import Bbox
 
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, label_axes, seed_lanes
-from esper.telemetry.report.payloads import round_of, rounds_of
+from esper.telemetry.report.page import round_of, rounds_of
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- write_results: begin -->", "<!-- write_results: end -->")

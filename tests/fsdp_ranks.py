@@ -22,7 +22,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.leyline.lifecycle import LifecycleOp, SeedStage, Style
 from esper.leyline.tensor_dataclass import below
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.schedules import canonical_action
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig, PanicReason

@@ -1,6 +1,6 @@
 """What holds for every rollout, read back from its buffer."""
 
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.rollout_buffer import TamiyoRolloutBuffer
 
 
 def open_ends(buffer: TamiyoRolloutBuffer) -> list[list[int]]:

@@ -4,8 +4,8 @@ import pytest
 
 import tiny
 from contracts import N, check_executor, check_policy, check_reward
-from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import ScriptedClient, SimicClient
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import make_reward, reward_names
 from esper.tamiyo.baselines import BASELINES, make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize

@@ -20,7 +20,7 @@ from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.conditions import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.lifecycle import Algorithm, AlphaMode, HostFamily, SeedStage
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, LastBatch, Split
 from esper.tasks.instances import InstanceDistribution

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.blueprints.description import KINDS
+from esper.kasmina.blueprints.registry import KINDS
 from esper.leyline.lifecycle import (
     CANONICAL_ACTION,
     NUM_HEADS,

@@ -31,8 +31,7 @@ from esper.kasmina.parameters.optimizers import clip_factor, schedule_factor
 from esper.kasmina.parameters.population import Kind, Population
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HAS_MODULE, Algorithm, HostFamily, SeedStage
-from esper.leyline.messages import SeedCosts, SlotState, host_numbers
-from esper.leyline.objective import Scores
+from esper.leyline.messages import Scores, SeedCosts, SlotState, host_numbers
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.leyline.tensor_dataclass import replace as with_fields
 from esper.tasks.datasets import Dataset

@@ -58,9 +58,9 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 -- typed above
         return import_module(f"{_HOME[name]}.{name}")
     value = getattr(import_module(_HOME[name]), name)
     if isinstance(value, FunctionType):
-        value = import_module("esper.api.arguments").checked(value)
+        value = import_module("esper.api").checked(value)
     elif name == "Budget":  # a dataclass of a layer that does not know this check
-        value.__init__ = import_module("esper.api.arguments").checked(value.__init__)
+        value.__init__ = import_module("esper.api").checked(value.__init__)
     globals()[name] = value
     return value
 

@@ -21,8 +21,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError
 from esper.leyline.lifecycle import LifecycleOp, Style
-from esper.tamiyo.schedules import Schedule
-from esper.tamiyo.scripted import NoMemory, canonical_action
+from esper.tamiyo.schedules import NoMemory, Schedule, canonical_action
 from toys import ToyReward
 from user_networks import ResNet8, Tagger, Tied
 

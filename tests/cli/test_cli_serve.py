@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.cli.serve import _is_local
+from esper.cli.record import _is_local
 from served_runs import write_run
 
 

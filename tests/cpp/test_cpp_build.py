@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from esper.cpp import build
-from esper.cpp.build import cache_folder, compiler, fingerprint, load
+from esper import cpp as build
+from esper.cpp import cache_folder, compiler, fingerprint, load
 from esper.leyline.errors import ConfigError, read_in_a_shell
 
 ANSWER = 'extern "C" int answer() { return %d; }'
@@ -126,7 +126,7 @@ def test_a_library_appears_under_its_name_only_when_it_is_complete(cache, source
 
 @pytest.mark.slow
 def test_processes_that_build_at_once_all_get_a_whole_library(cache, source):
-    code = "import ctypes, sys; from esper.cpp.build import load; "
+    code = "import ctypes, sys; from esper.cpp import load; "
     code += "load(sys.argv[1], lambda path: ctypes.CDLL(str(path)), what='x', alternative='y')"
     with ThreadPoolExecutor(3) as pool:
         runs = pool.map(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from esper.gym.environment import action_mask, legal_actions, observation_of, observation_space
+from esper.gym import action_mask, legal_actions, observation_of, observation_space
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.lifecycle import CANONICAL_ACTION, HEADS, RELEVANCE, Head, LifecycleOp, SeedStage, Style, head_sizes
 from esper.leyline.tensor_dataclass import replace

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from esper.kasmina.blueprints import blueprint_at, blueprint_by_name
-from esper.kasmina.blueprints.description import KINDS, kinds_of, menu_of
+from esper.kasmina.blueprints.registry import KINDS, kinds_of, menu_of
 from esper.leyline.lifecycle import HostFamily
 from esper.leyline.messages import SeedCosts
 

@@ -13,9 +13,9 @@ from esper.leyline.architecture import PlacedSeed
 from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.evaluation.climbing import Climb, climbs_of
 from esper.runs.evaluation.controllers import baseline, fixed
 from esper.runs.evaluation.outcomes import run_controller
+from esper.runs.evaluation.races import Climb, climbs_of
 from esper.runs.evaluation.results import Outcome
 from esper.tasks.instances import MixedImages
 from esper.tasks.registry import register_task

@@ -14,8 +14,8 @@ from esper.runs.assembly.assemble import assemble, device_of, engine_of
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
+from esper.simic.ppo import evaluate_minibatch
 from esper.simic.rewards import MODES
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL

@@ -12,7 +12,7 @@ from esper.leyline.tensor_dataclass import replace
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import learner_of
 from esper.runs.assembly.presets import resolve
-from esper.simic.agent.advantages import compute_gae, discounted_returns, masked_moments
+from esper.simic.advantages import compute_gae, discounted_returns, masked_moments
 from esper.simic.client import PolicyInputs, PolicyOutput
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL

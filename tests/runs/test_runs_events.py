@@ -6,7 +6,7 @@ from test_runs_report import NAN, WEIGHTS, stats, step
 
 from esper.leyline.lifecycle import Cause, HostFamily, SeedStage
 from esper.leyline.messages import EngineSpec
-from esper.runs.events import round_events, step_events
+from esper.runs.records import round_events, step_events
 from esper.telemetry.anomalies import Alarm, Trend, of_update
 from esper.tolaria.governor import PanicReason
 

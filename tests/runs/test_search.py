@@ -26,7 +26,7 @@ from esper.runs.evaluation.search import (
     shuffled,
     tune,
 )
-from esper.tamiyo.heuristic import Heuristic, HeuristicRules
+from esper.tamiyo.baselines import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import Plan
 from esper.tasks.null import NullSpec
 from esper.tasks.registry import register_task, task_by_name

@@ -17,8 +17,8 @@ from esper.leyline.messages import (
     StoredStep,
 )
 from esper.leyline.tensor_dataclass import blank
-from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient, policy_network
+from esper.simic.ppo_config import PPOConfig
 from esper.tamiyo.network import initialize
 from toys import menu
 

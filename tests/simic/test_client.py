@@ -6,7 +6,7 @@ import torch
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
 from esper.leyline.random import Stream, uniform
-from esper.simic.agent.advantages import normalized
+from esper.simic.advantages import normalized
 from esper.simic.client import SimicClient, compute_batched_bootstrap, policy_uniforms
 from esper.tamiyo.features import observe
 from esper.tamiyo.heads import sample_heads

@@ -16,8 +16,7 @@ from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import make_reward
 from esper.tamiyo.baselines import BASELINES, scheduled
-from esper.tamiyo.schedules import Schedule
-from esper.tamiyo.scripted import ScriptedPolicy, Stateless
+from esper.tamiyo.schedules import Schedule, ScriptedPolicy, Stateless
 from esper.tasks import null
 from esper.tolaria.state import RolloutStats
 

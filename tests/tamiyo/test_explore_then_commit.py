@@ -11,7 +11,7 @@ from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.clients import baseline_of
 from esper.runs.assembly.presets import resolve
 from esper.tamiyo.baselines import ExploreThenCommit, Worths
-from esper.tamiyo.scripted import ScriptedPolicy
+from esper.tamiyo.schedules import ScriptedPolicy
 from tiny import CPU
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp

@@ -8,9 +8,8 @@ from scripted_observations import TRANSFORMER, engine_spec, legal_only, observat
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import CANONICAL_ACTION, AlphaMode, Head, LifecycleOp, SeedStage
 from esper.leyline.messages import Observation
-from esper.tamiyo.baselines import make_baseline
-from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.scripted import ScriptedPolicy
+from esper.tamiyo.baselines import Heuristic, HeuristicRules, make_baseline
+from esper.tamiyo.schedules import ScriptedPolicy
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp
 DORMANT, GERMINATED, TRAINING = SeedStage.DORMANT, SeedStage.GERMINATED, SeedStage.TRAINING

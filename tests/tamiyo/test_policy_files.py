@@ -8,10 +8,17 @@ from scripted_observations import NAMES, engine_spec
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HEADS, Head, LifecycleOp
-from esper.tamiyo.heuristic import Heuristic, HeuristicRules
+from esper.tamiyo.baselines import Heuristic, HeuristicRules
 from esper.tamiyo.policy_files import read_policy, script_of, write_policy
-from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule, single
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FollowRule,
+    Schedule,
+    ScheduleEntry,
+    ThresholdRule,
+    canonical_action,
+    single,
+)
 
 SPEC = engine_spec(blueprint_names=NAMES)
 

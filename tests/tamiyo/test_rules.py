@@ -4,8 +4,15 @@ from scripted_observations import engine_spec, legal_only, observation, step
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
-from esper.tamiyo.schedules import FEATURES, FollowRule, Schedule, ScheduleEntry, ThresholdRule
-from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FollowRule,
+    Schedule,
+    ScheduleEntry,
+    ScriptedPolicy,
+    ThresholdRule,
+    canonical_action,
+)
 
 WAIT, GERMINATE = LifecycleOp.WAIT, LifecycleOp.GERMINATE
 NAN = float("nan")

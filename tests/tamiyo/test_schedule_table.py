@@ -8,8 +8,7 @@ from scripted_observations import engine_spec, observation, step
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Head, LifecycleOp
-from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry
-from esper.tamiyo.scripted import ScriptedPolicy, canonical_action
+from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScriptedPolicy, canonical_action
 
 OPS = (LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE, LifecycleOp.SET_ALPHA_TARGET)
 

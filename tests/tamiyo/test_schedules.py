@@ -5,8 +5,7 @@ from scripted_observations import TRANSFORMER, engine_spec, legal_only, observat
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp, Style
 from esper.tamiyo.baselines import scheduled
-from esper.tamiyo.schedules import Schedule, ScheduleEntry, fill, single
-from esper.tamiyo.scripted import canonical_action
+from esper.tamiyo.schedules import Schedule, ScheduleEntry, canonical_action, fill, single
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp
 

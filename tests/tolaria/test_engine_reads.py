@@ -9,8 +9,8 @@ import tiny
 from dry_run import CountedReads
 from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import LifecycleOp
-from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import make_reward
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import NullSpec

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 from torch import nn
 
-from esper.api.arguments import checked
+from esper.api import checked
 from esper.api.run import AnyTask, Run, console, given, in_process, spec_of
 from esper.export import network
 from esper.export.grown import Origin, read_description
@@ -35,7 +35,7 @@ from esper.leyline.errors import (
 from esper.leyline.files import expanded, mode_of, read_json
 from esper.leyline.lifecycle import COOLDOWN, SeedStage
 from esper.leyline.messages import ClientProtocol, EngineSpec
-from esper.leyline.ranks import is_launched
+from esper.leyline.ranks import is_launched, stop_signals
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.clients import reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
@@ -43,12 +43,11 @@ from esper.runs.assembly.presets import absolute_plugins, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
-from esper.runs.events import Event, step_events
 from esper.runs.growth import HOPELESS, METHODS, SAVE_EVERY, Budget, Growth, Keep, Method, require_trained
 from esper.runs.leaderboard import Leaderboard, compared
+from esper.runs.records import Event, step_events
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
-from esper.runs.training.signals import stop_signals
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.policy_files import is_policy_file

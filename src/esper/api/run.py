@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
-from esper.api.arguments import checked
+from esper.api import checked
 from esper.api.task import Task
 from esper.leyline.errors import ConfigError, RegistryError, RunDirectoryError, Stopped, nearest
 from esper.leyline.files import expanded, read_json

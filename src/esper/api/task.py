@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from esper.api.arguments import checked
+from esper.api import checked
 from esper.kasmina.hosts.host import Interface, as_floats, near
 from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.hosts.places import host_of
@@ -25,7 +25,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec, ScheduleName
 from esper.kasmina.parameters.population import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError, in_words
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described, flatten
 from esper.tasks import registry

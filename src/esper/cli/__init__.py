@@ -20,8 +20,7 @@ import esper
 from esper.cli.evaluate import Evaluate, Search, evaluate, search
 from esper.cli.grow import Export, Grow, export, grow
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, given_arguments, names_first
-from esper.cli.record import Query, Report, query, report
-from esper.cli.serve import Mcp, Serve, mcp, serve
+from esper.cli.record import Mcp, Query, Report, Serve, mcp, query, report, serve
 from esper.cli.train import Tasks, Train, tasks, train
 from esper.leyline.errors import (
     ConfigError,

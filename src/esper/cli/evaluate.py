@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from esper.cli.launch import in_ranks
 from esper.cli.options import (
     FilePath,
     Flag,
@@ -21,6 +20,7 @@ from esper.cli.options import (
     Text,
     Whole,
     folder_of_all,
+    in_ranks,
     joined,
     overrides,
     placeholder,

@@ -1,10 +1,14 @@
-"""Option types shared by the commands, and their conversion to configuration values.
+"""Option types shared by the commands, their conversion to configuration values, and `--ranks N`.
 
 The help of an option is the docstring below its field. If it needs several lines, it is a comment above the field: tyro
 would break a docstring where its lines end.
 """
 
+import logging
 import math
+import os
+import signal
+import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -17,6 +21,7 @@ from esper.leyline.errors import ConfigError, EsperError
 
 if TYPE_CHECKING:
     from esper.leyline.ranks import Group
+
 
 EXIT_ERROR = 2
 EXIT_STOPPED = 130
@@ -139,3 +144,56 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, tomllib.loads(f"value = {value}")["value"]
     except ValueError:
         return name, value  # a bare word is a string, as is a number of too many digits
+
+
+def in_ranks(ranks: int, *more: str) -> int:
+    """Run the command of this process, and `more` arguments, in so many processes; returns the exit code.
+
+    They are started by the launcher that torchrun is made of.
+
+    Raises:
+        ConfigError: a number below 1, or this process is one of several already.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from esper.leyline.ranks import is_launched
+    from esper.tolaria.runtime import usable_cores
+
+    if ranks < 1:
+        raise ConfigError(f"ranks is {ranks}; at least 1 process is needed.")
+    if is_launched():
+        raise ConfigError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes already, so --ranks {ranks} would start more "
+            "in each; leave one of them out."
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a step may take long, and a checkpoint follows
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="esper",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        # the last one of several values holds
+        elastic_launch(config, sys.executable)("-m", "esper", *given_arguments, "--ranks", "1", *more)
+    except SignalException:
+        return EXIT_STOPPED
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if {EXIT_STOPPED, -signal.SIGINT} & set(codes.values()):
+            return EXIT_STOPPED
+        # when one ends, the launcher ends the others by SIGTERM
+        killed = {rank: -code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
+        if killed and EXIT_ERROR not in codes.values():
+            names = ", ".join(f"rank {rank} by signal {number}" for rank, number in killed.items())
+            print(f"esper: killed: {names}, perhaps for lack of memory", file=sys.stderr)
+        return EXIT_ERROR
+    return 0

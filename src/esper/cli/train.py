@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from esper.cli.launch import in_ranks
 from esper.cli.options import (
     EXIT_STOPPED,
     FilePath,
@@ -19,6 +18,7 @@ from esper.cli.options import (
     Ranks,
     Text,
     folder_of_all,
+    in_ranks,
     joined,
     overrides,
     placeholder,

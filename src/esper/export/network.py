@@ -52,8 +52,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, in_words, nearest, option, refusing
 from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
 from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
-from esper.leyline.messages import EngineSpec
-from esper.leyline.objective import Objective
+from esper.leyline.messages import EngineSpec, Objective
 from esper.leyline.tensor_dataclass import below, state_digest
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile

@@ -60,7 +60,7 @@ from esper.runs.assembly.values import plain as plain_values
 from esper.runs.evaluation.tables import counted, short
 from esper.runs.leaderboard import Candidate, Entry, Leaderboard
 from esper.runs.state_file import read_checked, write_state
-from esper.tamiyo.heuristic import ROTATION
+from esper.tamiyo.baselines import ROTATION
 from esper.tasks.datasets import Dataset
 from esper.tasks.losses import needs_whole_split, points_of_guessing
 from esper.tasks.registry import TaskSpec

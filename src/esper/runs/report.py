@@ -11,12 +11,12 @@ import torch
 
 from esper.leyline.lifecycle import HAS_MODULE, OP_NAMES, SeedStage
 from esper.leyline.settings import Count, NotNegative
-from esper.leyline.shapley import shapley_values
 from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.losses import perplexity
 from esper.telemetry.machine import device_name
+from esper.telemetry.report.page import shapley_values
 from esper.tolaria.state import RolloutStats, StepReport
 
 

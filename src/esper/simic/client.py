@@ -48,12 +48,11 @@ from esper.leyline.tensor_dataclass import (
     tree_map,
     with_prefix,
 )
-from esper.simic.agent.advantages import Frozen, ObservationStatistics, RunningMeanVar, normalized
-from esper.simic.agent.ppo import PPOAgent, initial_adam_state, run_ppo_updates
-from esper.simic.agent.ppo_config import PPOConfig
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
-from esper.simic.metrics import Read
+from esper.simic.advantages import Frozen, ObservationStatistics, RunningMeanVar, normalized
+from esper.simic.ppo import PPOAgent, Read, initial_adam_state, run_ppo_updates
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards.reward import check_reward, checked_step
+from esper.simic.rollout_buffer import TamiyoRolloutBuffer, Transition
 from esper.tamiyo.features import feature_dim, features_of, observe
 from esper.tamiyo.heads import forced, sample_heads
 from esper.tamiyo.network import TamiyoNetwork

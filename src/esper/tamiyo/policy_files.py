@@ -33,9 +33,17 @@ from esper.leyline.files import read_json, replacing
 from esper.leyline.lifecycle import HEADS, TEMPO_NAMES, Head, LifecycleOp
 from esper.leyline.messages import EngineSpec
 from esper.leyline.settings import AtLeast1, first_problem
-from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.schedules import FEATURES, FixedSchedules, FollowRule, Schedule, ScheduleEntry, ThresholdRule
-from esper.tamiyo.scripted import Script, canonical_action
+from esper.tamiyo.baselines import Heuristic, HeuristicRules
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FixedSchedules,
+    FollowRule,
+    Schedule,
+    ScheduleEntry,
+    Script,
+    ThresholdRule,
+    canonical_action,
+)
 
 FORMAT = "esper policy 1"
 SUFFIX, LEARNED_SUFFIX = ".json", ".safetensors"

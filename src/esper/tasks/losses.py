@@ -1,4 +1,4 @@
-"""Objectives: a loss with its figure of merit (see `esper.leyline.objective`).
+"""Objectives: a loss with its figure of merit (see `esper.leyline.messages`).
 
 Outputs that are not finite are wrong in every metric: an example or token whose largest output is NaN or infinite is
 not correct, whatever its index, and its error, loss and points are NaN. One output of -infinity beside finite ones is
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, in_words
-from esper.leyline.objective import Objective, Scores
+from esper.leyline.messages import Objective, Scores
 from esper.leyline.settings import AtLeast2, Decay, Positive, check_fields
 from esper.leyline.structure import Structure
 

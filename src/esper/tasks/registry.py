@@ -13,7 +13,7 @@ from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.lifecycle import HostFamily
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, check_fields
 from esper.tasks.datasets import Dataset, LastBatch, Source

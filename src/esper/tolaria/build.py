@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.description import menu_of
+from esper.kasmina.blueprints.registry import menu_of
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers

@@ -8,7 +8,7 @@ Scripts: a measurement is `(t, slots) -> Measurements`, where `slots` is what th
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.description import KINDS
+from esper.kasmina.blueprints.registry import KINDS
 from esper.kasmina.rules.conditions import LifecycleConfig, legal_ops
 from esper.kasmina.rules.lifecycle import (
     OpEffects,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.simic.metrics import METRIC_NAMES, METRICS, aggregate_ppo_metrics, metric_row
+from esper.simic.ppo import METRIC_NAMES, METRICS, aggregate_ppo_metrics, metric_row
 
 
 def row(**values: float) -> torch.Tensor:

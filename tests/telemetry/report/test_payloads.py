@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from esper.telemetry.report.payloads import PAYLOADS, POINTS, payload, rounds_of, segments, waterfall
+from esper.telemetry.report.page import PAYLOADS, POINTS, payload, rounds_of, segments, waterfall
 from toy_record import ToyRecord, full_record
 
 

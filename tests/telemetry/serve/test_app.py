@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.testclient import TestClient
 
-from esper.telemetry.report.payloads import PAYLOADS
+from esper.telemetry.report.page import PAYLOADS
 from esper.telemetry.serve.app import VIEWS, application, changes
 from esper.telemetry.serve.runs import LIVE, Runs
 from served_runs import add_round

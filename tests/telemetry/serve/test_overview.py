@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from esper.telemetry.serve import overview
-from esper.telemetry.serve.overview import Row, rounds_of_point, thinned
-from esper.telemetry.serve.runs import Runs
+from esper.telemetry.serve import runs as overview
+from esper.telemetry.serve.runs import Row, Runs, rounds_of_point, thinned
 from served_runs import add_round, write_run
 
 

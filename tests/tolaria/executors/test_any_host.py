@@ -29,7 +29,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.lifecycle import Algorithm, HostFamily, SeedStage
-from esper.leyline.objective import Scores
+from esper.leyline.messages import Scores
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric

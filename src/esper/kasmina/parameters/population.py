@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.description import KINDS, kinds_of
 from esper.kasmina.blueprints.layers import GateNetwork
-from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.blueprints.registry import KINDS, AbstractBlueprint, kinds_of
 from esper.kasmina.hosts.host import Host, near
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.flops import flops_of_example

@@ -11,7 +11,6 @@ from esper.leyline.ranks import Ranks
 from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.state_file import read_state, write_state
-from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import (
     POLICY_PARTS,
     PolicyFunction,
@@ -22,13 +21,14 @@ from esper.simic.client import (
     policy_network,
 )
 from esper.simic.compilation import CompiledStep
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.modes import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import initialize
 from esper.tamiyo.policy_files import LEARNED_SUFFIX, read_policy, script_of
-from esper.tamiyo.scripted import ScriptedPolicy
+from esper.tamiyo.schedules import ScriptedPolicy
 from esper.tolaria.runtime import host_read
 
 

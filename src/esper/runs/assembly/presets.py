@@ -18,7 +18,7 @@ from esper.leyline.files import absolute, expanded
 from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
 from esper.runs.assembly.run_config import RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
-from esper.simic.agent.ppo_config import PPOConfig
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tasks import presets as _presets  # registers the built-in tasks

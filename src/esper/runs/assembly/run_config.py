@@ -26,8 +26,8 @@ from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES
 from esper.leyline.settings import AtLeast0, AtLeast1, Positive, check_fields
 from esper.runs.assembly.values import Values, differences, flat, plain
-from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.compilation import CompileChoice, is_compiled
+from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.tasks.datasets import data_label
 from esper.tasks.registry import TaskSpec, task_by_name

@@ -24,16 +24,17 @@ from esper.leyline.messages import EngineSpec
 from esper.leyline.ranks import group
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.evaluation import climbing
 from esper.runs.evaluation import controllers as known
-from esper.runs.evaluation.climbing import Climb, climbs_of
+from esper.runs.evaluation import races
 from esper.runs.evaluation.controllers import DERIVED, Controller, Trained
 from esper.runs.evaluation.costs import CostMeter
 from esper.runs.evaluation.outcomes import SEED_OFFSET, OutcomeStore, key_of, run_controller
 from esper.runs.evaluation.races import (
+    Climb,
     Entry,
     Plans,
     best_of,
+    climbs_of,
     in_random_order,
     is_plans,
     of_plan,
@@ -602,7 +603,7 @@ class _Session:
                 on_step=on_step,
             ).run()  # fmt: skip
 
-        identity = {"copies": copies, "pool": pool, "program": sha256_of(Path(climbing.__file__))}
+        identity = {"copies": copies, "pool": pool, "program": sha256_of(Path(races.__file__))}
         controller = replace(known.fixed([], place.config), name=HILL_CLIMBING, identity=identity)
         return self._outcome(place, controller, run=run, rows=1 + copies)
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from esper.leyline.architecture import Architecture
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.runs.evaluation.tables import counted, short
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.reward_config import RewardConfig
@@ -34,7 +34,7 @@ REFERENCE, COMMON = "wait_only", "static_common"
 PORTFOLIO, HALVING, RANDOM_SEARCH, HILL_CLIMBING = "portfolio", "halving", "random_search", "hill_climbing"
 SEARCHED = (PORTFOLIO, HALVING)
 RACES = (*SEARCHED, RANDOM_SEARCH, HILL_CLIMBING)
-"""Baselines that train several structures on each host (`races`, `climbing`), and those whose structures a search
+"""Baselines that train several structures on each host (`races`), and those whose structures a search
 found."""
 
 RESAMPLES = 9_999

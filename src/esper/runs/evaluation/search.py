@@ -52,11 +52,19 @@ from esper.runs.evaluation.results import Outcome, spent
 from esper.runs.evaluation.tables import plain_table, short
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient
-from esper.tamiyo.baselines import WaitOnly
-from esper.tamiyo.heuristic import DEFAULT_RULES, HeuristicRules
+from esper.tamiyo.baselines import DEFAULT_RULES, HeuristicRules, WaitOnly
 from esper.tamiyo.policy_files import Policy, script_of, write_policy
-from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ThresholdRule, grid, neighbours
-from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FixedSchedules,
+    NoMemory,
+    Plan,
+    Script,
+    ScriptedPolicy,
+    ThresholdRule,
+    grid,
+    neighbours,
+)
 from esper.tasks.registry import task_by_name
 from esper.telemetry.progress import PassProgress, RunConsole
 from esper.telemetry.run_directory import plain_json

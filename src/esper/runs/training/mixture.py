@@ -17,6 +17,7 @@ from typing import Any
 
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import replacing
+from esper.leyline.ranks import stop_signals
 from esper.leyline.settings import AtLeast0
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
@@ -24,7 +25,6 @@ from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, wri
 from esper.runs.assembly.run_config import RunConfig, fingerprint
 from esper.runs.report import objective_of, standard_deviation
 from esper.runs.state_file import read_checked, write_state
-from esper.runs.training.signals import stop_signals
 from esper.simic.client import POLICY_PARTS, SimicClient
 from esper.telemetry.progress import RunConsole, duration, with_spread
 

@@ -19,18 +19,18 @@ from typing import Any, TypeVar, final
 import numpy as np
 import torch
 
-from esper.cpp.build import compiler
+from esper.cpp import compiler
 from esper.leyline.errors import ConfigError, RankError, RunDirectoryError, option
-from esper.leyline.ranks import Ranks, group, is_restarted
+from esper.leyline.ranks import Ranks, group, is_restarted, stop_signals
 from esper.leyline.tensor_dataclass import StateTree, below, rows_of, state_digest, with_prefix
-from esper.runs import events, report
+from esper.runs import report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
-from esper.runs.records import Records
+from esper.runs.records import Records, round_events, run_started
 from esper.runs.report import Cost
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
@@ -43,7 +43,6 @@ from esper.runs.training.checkpoint import (
     save,
     set_aside,
 )
-from esper.runs.training.signals import stop_signals
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.machine import environment, memory_bytes, version
@@ -163,7 +162,7 @@ class Runner:
         with stop_signals() as self._asked:
             if self._saved_at is None and self.ranks.group.is_first:
                 params, device = self.engine.executor.host_params, self.engine.spec.device
-                self.records.write_events([events.run_started(self.shape, fingerprint(self.config), params, device)])
+                self.records.write_events([run_started(self.shape, fingerprint(self.config), params, device)])
             self._mark()
             try:
                 complete = self.engine.train(
@@ -235,7 +234,7 @@ class Runner:
         parts = self.ranks.group.at_first(self.records.write_parts())
         if self.ranks.group.is_first:
             spec, weights = self.engine.spec, self.config.reward
-            self.records.write_events(events.round_events(stats, metrics, spec, self.trend, weights))
+            self.records.write_events(round_events(stats, metrics, spec, self.trend, weights))
             self.directory.write_metrics(line | {"record": {name: part for of in parts for name, part in of.items()}})
             self.listeners.write("round", line)
         if self.dataset is not None:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from esper.leyline.errors import DataError, in_words
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Form, Structure, flatten, unflatten
 from esper.tasks.datasets import (

@@ -1,1 +1,1 @@
-"""A run as one HTML page and as figures: payloads.py reads the record, page.py and figures.py draw what it found."""
+"""A run as one HTML page and as figures: page.py reads the record and writes the page, figures.py draws the figures."""

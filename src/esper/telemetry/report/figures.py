@@ -26,8 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from esper.telemetry.report.page import colors
-from esper.telemetry.report.payloads import Payload
+from esper.telemetry.report.page import Payload, colors
 
 INK, FAINT, GRID, BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
     colors("light")[name]

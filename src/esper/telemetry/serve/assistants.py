@@ -25,11 +25,10 @@ from esper.leyline.settings import first_problem
 from esper.telemetry.machine import version
 from esper.telemetry.record.reader import Record
 from esper.telemetry.record.schema import TABLES
-from esper.telemetry.report.payloads import evaluation, rounded
-from esper.telemetry.report.payloads import runs as described
+from esper.telemetry.report.page import evaluation, rounded
+from esper.telemetry.report.page import runs as described
 from esper.telemetry.serve import queries
-from esper.telemetry.serve.overview import UNREADABLE
-from esper.telemetry.serve.runs import Runs, host
+from esper.telemetry.serve.runs import UNREADABLE, Runs, host
 
 RUNS, POINTS, ROWS, LINES = 100, 20, 200, 30
 """Most runs of a list, points of a curve, rows of a query, and lines of any other list."""

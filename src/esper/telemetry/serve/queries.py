@@ -16,8 +16,8 @@ from typing import Any
 
 from esper.leyline.errors import EsperError, QueryError, in_words
 from esper.telemetry.record.reader import open_record
-from esper.telemetry.report.payloads import rounded
-from esper.telemetry.serve.overview import UNREADABLE
+from esper.telemetry.report.page import rounded
+from esper.telemetry.serve.runs import UNREADABLE
 
 SECONDS = 20.0
 """That a query may take, with opening the record."""

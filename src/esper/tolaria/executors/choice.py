@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.cpp.build import compiler
+from esper.cpp import compiler
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.population import Population, check_smallest_batch, outputs_of_host

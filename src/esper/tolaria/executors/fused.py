@@ -38,8 +38,7 @@ from esper.kasmina.parameters.population import Features, Kind, Population, Trai
 from esper.kasmina.parameters.stacking import HOST_EXAMPLES, stacked_host, vmapped, way_to_stack
 from esper.leyline.errors import StackingError
 from esper.leyline.lifecycle import Algorithm
-from esper.leyline.messages import SlotState
-from esper.leyline.objective import Objective, Scores
+from esper.leyline.messages import Objective, Scores, SlotState
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
 from esper.tolaria.executors import streamed

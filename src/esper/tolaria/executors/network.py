@@ -22,8 +22,7 @@ from esper.kasmina.parameters.optimizers import host_decay_mask, schedule_factor
 from esper.kasmina.parameters.population import Population, channels_last, runs_channels_last
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import SeedStage
-from esper.leyline.messages import SeedCosts, SlotState
-from esper.leyline.objective import Objective, Scores
+from esper.leyline.messages import Objective, Scores, SeedCosts, SlotState
 from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.blueprints.description import KINDS, kinds_of
-from esper.kasmina.blueprints.registry import blueprint_at
+from esper.kasmina.blueprints.registry import KINDS, blueprint_at, kinds_of
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.lifecycle import NUM_BUILTIN_BLUEPRINTS, HostFamily, SeedStage
 from esper.leyline.messages import SeedCosts, SlotState

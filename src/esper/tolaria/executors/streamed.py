@@ -18,8 +18,7 @@ from torch import Tensor
 
 from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.population import TrainingCopy
-from esper.leyline.messages import SlotState
-from esper.leyline.objective import Scores
+from esper.leyline.messages import Scores, SlotState
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
 from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, mean_factor, sums, train_pass

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import DataError
-from esper.leyline.messages import SlotState
-from esper.leyline.objective import Scores
+from esper.leyline.messages import Scores, SlotState
 from esper.tasks.datasets import Inputs, Split, SplitName
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.losses import PADDING

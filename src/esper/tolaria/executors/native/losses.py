@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from esper.kasmina.parameters.layout import Template
 from esper.leyline.errors import ConfigError, in_words
-from esper.leyline.objective import Objective
+from esper.leyline.messages import Objective
 from esper.leyline.random import seeded_generators
 from esper.tasks.losses import PADDING, Classification, NextToken, WithMetric
 from esper.tolaria.executors.native.compare import disagreement

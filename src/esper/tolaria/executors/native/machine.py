@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.cpp.build import load
+from esper.cpp import load
 from esper.tolaria.executors.native.program import INSTRUCTION, Operation, Program
 
 _DONE, _NO_SUCH_EXAMPLE = -1, -2
@@ -95,7 +95,7 @@ def cached_library(dtype: torch.dtype = torch.float32) -> Library:
     """The library for float32 or float64, loaded once per process.
 
     Raises:
-        ConfigError: there is no compiler, it failed, or the library cannot be loaded (`esper.cpp.build.load`).
+        ConfigError: there is no compiler, it failed, or the library cannot be loaded (`esper.cpp.load`).
     """
     return load(
         "native/program.cpp",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.simic.agent.ppo import adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
+from esper.simic.ppo import adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 

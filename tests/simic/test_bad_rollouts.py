@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.simic.agent.ppo import run_ppo_updates
+from esper.simic.ppo import run_ppo_updates
 from esper.telemetry.anomalies import of_update
 
 HOSTS = [0, 1, 2, 3]

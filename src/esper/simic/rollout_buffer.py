@@ -32,7 +32,7 @@ from esper.leyline.tensor_dataclass import (
     tree_map,
     with_prefix,
 )
-from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
+from esper.simic.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.rewards.reward_config import GAMMA
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle import Head
-from esper.simic.agent.ppo import evaluate_minibatch
-from esper.simic.agent.rollout_buffer import SequenceBatch
+from esper.simic.ppo import evaluate_minibatch
+from esper.simic.rollout_buffer import SequenceBatch
 
 HOSTS = [0, 1, 2, 3, 4, 5]
 PANICS = {1: [1], 3: [0, 4], 4: [0, 2], 6: [3]}

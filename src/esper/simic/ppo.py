@@ -7,22 +7,46 @@
                                               |                          gradient is not finite, or after the KL stop
     statistics, schedules, metrics  <---------+
 
-Shape legend: N = hosts, T = steps, M = metrics, P = parameters.
+The losses are pure functions of one evaluated minibatch. With x = clip(new - old, +-20) and the masks
+
+    causal    the executed op reads the head, and the step is valid
+    choice    the head had two or more values for the op and slot of the step
+    used      causal and not forced (another op than WAIT was legal)
+    open      valid, not forced, and the head has two or more choices for some legal op
+
+a mean over a mask without steps is 0.
+
+Metrics are declared in one table, each with the reducer that makes one number of its rows. A row is a vector of all M
+metrics, NaN where missing. Rows come from minibatches, epochs and the update as a whole:
+
+    minibatch 0 | policy_loss  grad_norm   nan              weight of a mean: another metric of the same row
+    minibatch 1 | policy_loss  grad_norm   nan
+    epoch 0     | nan          nan         approx_kl        reduced    | mean      mean       last
+    update      | nan          nan         nan
+
+Rows are reduced on the device and read once. A metric that is missing in all rows is NaN, not 0.
+
+Shape legend: N = hosts, T = steps, M = metrics, P = parameters, R = any leading axes (rows and steps), 8 = heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.errors import TrainingError
+from esper.leyline.lifecycle import HEAD_NAMES, HEADS, Head
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.ranks import Ranks
-from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.agent.advantages import (
+from esper.leyline.tensor_dataclass import blank, tensor_dataclass
+from esper.simic.advantages import (
     NormalizedAdvantages,
     ObservationStatistics,
     RunningMeanVar,
@@ -30,34 +54,300 @@ from esper.simic.agent.advantages import (
     masked_moments,
     paired_rewards,
 )
-from esper.simic.agent.losses import (
-    NUM_SUMS,
-    Losses,
-    LossInputs,
-    LossSums,
-    LossWeights,
-    approx_kl,
-    clip_fraction,
-    head_entropies,
-    largest_change,
-    loss_sums,
-    packed,
-    ppo_losses,
-    unpacked,
-)
-from esper.simic.agent.ppo_config import PPOConfig as PPOConfig
-from esper.simic.agent.ppo_config import (
+from esper.simic.ppo_config import (
+    PPOConfig,
     entropy_coefficient,
     floor_scale,
     inverse_temperature,
     learning_rate,
     value_coefficient,
 )
-from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
-from esper.simic.metrics import ENTROPIES, Read, aggregate_ppo_metrics, metric_row
 from esper.simic.rewards.reward_config import GAMMA
+from esper.simic.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.tamiyo.heads import check_logits, check_stored_actions, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
+
+
+class Reducer(IntEnum):
+    """How the rows of one update are reduced."""
+
+    MEAN = 0
+    MAX = 1
+    SUM = 2
+    LAST = 3
+    ANY = 4
+
+
+class Metric(NamedTuple):
+    """One metric; `weight` names the metric that weights the rows of a mean (equal weights if empty)."""
+
+    name: str
+    reducer: Reducer
+    weight: str = ""
+
+
+def _metrics(reducer: Reducer, *names: str, weight: str = "") -> tuple[Metric, ...]:
+    return tuple(Metric(name, reducer, weight) for name in names)
+
+
+ENTROPIES = (*HEAD_NAMES, "parameters")
+"""What has an entropy: each head, and all but op together, what an operation is done with."""
+
+METRICS: tuple[Metric, ...] = (
+    *_metrics(Reducer.SUM, "evaluated_steps", "finite_minibatches", "nonfinite_minibatches", "optimizer_steps"),
+    *_metrics(
+        Reducer.MEAN,
+        *("policy_loss", "value_loss", "entropy_loss", "floor_loss", "total_loss", "clip_fraction"),
+        weight="evaluated_steps",
+    ),
+    *_metrics(Reducer.MEAN, "grad_norm"),
+    *_metrics(Reducer.MAX, "epochs_done"),
+    *_metrics(Reducer.SUM, *(f"steps_{name}" for name in ENTROPIES)),
+    *(Metric(f"entropy_{name}", Reducer.MEAN, f"steps_{name}") for name in ENTROPIES),
+    *_metrics(Reducer.LAST, "approx_kl", "lr", "ent_coef", "vf_coef", "floor_scale", "inverse_temperature"),
+    *_metrics(Reducer.LAST, "forced_share", "explained_variance", "value_mean", "value_std"),
+    *_metrics(Reducer.LAST, "return_mean", "return_std", "return_scale", "advantage_mean", "advantage_std"),
+    *_metrics(Reducer.LAST, "stored_log_prob_error", "hidden_rms", "hidden_max", "cell_rms", "cell_max"),
+    *_metrics(Reducer.ANY, "advantage_std_floored", "stopped_early", "actions_outside_mask", "nonfinite_logits"),
+)
+"""All metrics, in the order of a row."""
+
+METRIC_NAMES = tuple(metric.name for metric in METRICS)
+
+
+def metric_row(values: Mapping[str, Tensor]) -> Float[Tensor, " M"]:
+    """One row from scalars by name, NaN for other metrics; KeyError for undeclared names."""
+    undeclared = values.keys() - set(METRIC_NAMES)
+    if undeclared:
+        raise KeyError(f"{sorted(undeclared)} are not declared; add them to METRICS.")
+    missing = _missing(next(iter(values.values())).device)
+    return torch.stack([values.get(name, missing).detach().to(torch.float64) for name in METRIC_NAMES])
+
+
+@lru_cache
+def _missing(device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=torch.float64, device=device)
+
+
+Read = Callable[[Tensor], list[float]]
+"""Reads one vector to the host; the only host read of an update."""
+
+
+def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
+    """One number per metric from the rows of an update in the order of time; no host read."""
+    reducer, weight = _constants(rows.device)
+    present = ~rows.isnan()
+    known = present.any(dim=0)
+    weights = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).index_select(1, weight)
+    weights = torch.where(present, weights, 0.0).nan_to_num()
+    mean = (torch.where(weights > 0, rows, 0.0) * weights).sum(0) / weights.sum(0)
+    order = torch.arange(1, rows.shape[0] + 1, device=rows.device)[:, None]
+    last = rows.gather(0, (present * order).argmax(dim=0, keepdim=True))[0]
+    by_reducer = torch.stack(
+        (
+            mean,
+            torch.where(present, rows, -torch.inf).amax(0),
+            rows.nansum(0),
+            last,
+            (present & (rows != 0)).any(0).to(rows.dtype),
+        )
+    )
+    reduced = by_reducer.gather(0, reducer[None])[0]
+    return torch.where(known, reduced, torch.nan)
+
+
+def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tensor.tolist) -> dict[str, float]:
+    """Metrics by name from the rows of an update; calls `read` once."""
+    return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
+
+
+@lru_cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Reducers and weights as index tensors; an unweighted metric has the extra column of ones as its weight."""
+    weights = [METRIC_NAMES.index(m.weight) if m.weight else len(METRICS) for m in METRICS]
+    return torch.tensor([int(m.reducer) for m in METRICS], device=device), torch.tensor(weights, device=device)
+
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@tensor_dataclass
+class LossInputs:
+    """One minibatch after the forward pass; `advantages` and `returns` of the rollout, scaled."""
+
+    log_prob: Float[Tensor, "*R 8"]
+    old_log_prob: Float[Tensor, "*R 8"]
+    entropy: Float[Tensor, "*R 8"]
+    entropy_avail: Float[Tensor, "*R 8"]
+    causal: Bool[Tensor, "*R 8"]
+    choice: Bool[Tensor, "*R 8"]
+    available: Bool[Tensor, "*R 8"]
+    advantages: Float[Tensor, "*R"]
+    values: Float[Tensor, "*R"]
+    returns: Float[Tensor, "*R"]
+    valid: Bool[Tensor, "*R"]
+    forced: Bool[Tensor, "*R"]
+
+
+@tensor_dataclass
+class LossWeights:
+    """Coefficients of one update; those that change over the run are tensors, so that a compiled loss stays valid."""
+
+    value: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+    floor: Float[Tensor, ""]
+
+
+@tensor_dataclass
+class Losses:
+    """The terms of the loss and their sum, `policy + c_v * value + c_e * entropy + floor`."""
+
+    policy: Float[Tensor, ""]
+    value: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+    floor: Float[Tensor, ""]
+    total: Float[Tensor, ""]
+
+
+@tensor_dataclass
+class LossSums:
+    """Sums over the steps of some hosts, from which everything below follows; those of all hosts are their sum.
+
+    `surrogate`, `entropy`, `available` are [8] with gradient and have their numbers of steps after them; `choices` are
+    the entropies of heads with a choice, [9], see `head_entropies`. `value` has the weights of its steps.
+    """
+
+    surrogate: Float[Tensor, " 8"]
+    entropy: Float[Tensor, " 8"]
+    used: Float[Tensor, " 8"]
+    available: Float[Tensor, " 8"]
+    open: Float[Tensor, " 8"]
+    value: Float[Tensor, ""]
+    value_weight: Float[Tensor, ""]
+    divergence: Float[Tensor, ""]
+    causal: Float[Tensor, ""]
+    outside: Float[Tensor, ""]
+    decided: Float[Tensor, ""]
+    valid: Float[Tensor, ""]
+    choices: Float[Tensor, " 9"]
+    choice_steps: Float[Tensor, " 9"]
+
+
+def loss_sums(x: LossInputs, clip: float, forced_weight: float) -> LossSums:
+    """The sums of some hosts. A forced step is not a decision: its ratio is always 1."""
+    log_ratio = _log_ratio(x)
+    ratio, advantages = log_ratio.exp(), x.advantages[..., None]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    decided = x.valid & ~x.forced
+    used, available = x.causal & decided[..., None], x.available & decided[..., None]
+    weight = torch.where(x.forced, forced_weight, 1.0) * x.valid
+    causal, choices = x.causal & x.valid[..., None], used & x.choice
+    change = log_ratio.detach() * causal
+    outside = ((change.sum(-1).exp() - 1.0).abs() > clip) & decided
+    entropies, steps = _sum_per_head(x.entropy.detach(), choices), _count_per_head(choices, x.entropy)
+    return LossSums(
+        surrogate=_sum_per_head(surrogate, used),
+        entropy=_sum_per_head(x.entropy, used),
+        used=_count_per_head(used, x.entropy),
+        available=_sum_per_head(x.entropy_avail, available),
+        open=_count_per_head(available, x.entropy),
+        value=(weight * (x.values - x.returns).square()).sum(),
+        value_weight=weight.sum(),
+        divergence=(change.exp() - 1.0 - change).sum(),
+        causal=causal.sum().to(x.entropy.dtype),
+        outside=outside.sum().to(x.entropy.dtype),
+        decided=decided.sum().to(x.entropy.dtype),
+        valid=x.valid.sum().to(x.entropy.dtype),
+        choices=torch.cat((entropies, entropies[: Head.OP].sum(0, keepdim=True))),
+        choice_steps=torch.cat((steps, steps[: Head.OP].sum(0, keepdim=True))),
+    )
+
+
+def ppo_losses(sums: LossSums, weights: LossWeights) -> Losses:
+    """All terms of the loss of one minibatch, from the sums over its hosts.
+
+    policy    clipped surrogate (Schulman et al., "Proximal policy optimization", 2017, eq. 7), summed over the heads
+    value     1/2 sum w (V - R)^2 / sum w; w is `forced_value_weight` on forced steps and 1 elsewhere
+    entropy   minus the weighted sum of the normalized entropies of the heads
+    floor     weighted squares of what the mean entropies of open heads lack to their floors
+    """
+    bonus, target, floor_weight = _entropy_columns(sums.entropy.device)
+    policy = -(sums.surrogate / sums.used.clamp_min(1)).sum()
+    value = 0.5 * sums.value / sums.value_weight.clamp_min(1e-6)
+    entropy = -(bonus * (sums.entropy / sums.used.clamp_min(1))).sum()
+    shortfall = (target - sums.available / sums.open.clamp_min(1)).clamp_min(0.0)
+    floor = (floor_weight * shortfall.square() * (sums.open > 0)).sum() * weights.floor
+    total = policy + weights.value * value + weights.entropy * entropy + floor
+    return Losses(policy=policy, value=value, entropy=entropy, floor=floor, total=total)
+
+
+@lru_cache
+def _entropy_columns(device: torch.device) -> tuple[Tensor, ...]:
+    """Bonus, floor and weight of the floor of each head, [8] each."""
+    return torch.tensor([[getattr(head, name) for head in HEADS] for name in ("bonus", "floor", "floor_weight")],
+                        device=device).unbind()  # fmt: skip
+
+
+def approx_kl(sums: LossSums) -> Float[Tensor, ""]:
+    """KL divergence of the policy since the rollout, a mean over heads and steps.
+
+    The estimator is `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020).
+    """
+    return sums.divergence / sums.causal.clamp_min(1)
+
+
+def clip_fraction(sums: LossSums) -> Float[Tensor, ""]:
+    """Share of the decisions whose probability, the product over the heads, changed by more than epsilon."""
+    return sums.outside / sums.decided.clamp_min(1)
+
+
+def largest_change(x: LossInputs) -> Float[Tensor, ""]:
+    """The largest change of a log-probability of a decision since the rollout."""
+    return (_log_ratio(x).detach() * (x.causal & x.valid[..., None])).abs().amax()
+
+
+def head_entropies(sums: LossSums) -> tuple[Float[Tensor, " 9"], Float[Tensor, " 9"]]:
+    """Mean normalized entropy of each head over the steps that used it with a choice, and their number.
+
+    The last number is for all heads but op together: what an operation is done with. A head with one value has no
+    entropy: it says nothing about exploration.
+    """
+    return sums.choices / sums.choice_steps.clamp_min(1), sums.choice_steps
+
+
+def packed(sums: LossSums) -> Float[Tensor, " K"]:
+    """All sums in one vector."""
+    return torch.cat([x.reshape(-1) for x in vars(sums).values()])
+
+
+def unpacked(vector: Float[Tensor, " K"]) -> LossSums:
+    """The sums in a vector of `packed`."""
+    parts = vector.split([shape.numel() for shape in _SHAPES.values()])
+    return LossSums(**{name: part.view(shape) for (name, shape), part in zip(_SHAPES.items(), parts, strict=True)})
+
+
+_SHAPES = {name: x.shape for name, x in vars(blank(LossSums, {}, torch.device("cpu"))).items()}
+NUM_SUMS = sum(shape.numel() for shape in _SHAPES.values())
+"""K."""
+
+
+def _log_ratio(x: LossInputs) -> Tensor:
+    return (x.log_prob - x.old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _sum_per_head(values: Tensor, mask: Tensor) -> Tensor:
+    """Sums over the masked steps, [8]."""
+    return values.masked_fill(~mask, 0.0).reshape(-1, values.shape[-1]).sum(dim=0)
+
+
+def _count_per_head(mask: Tensor, like: Tensor) -> Tensor:
+    """Numbers of the masked steps, [8]."""
+    return mask.reshape(-1, mask.shape[-1]).sum(dim=0).to(like.dtype)
+
+
+_Width = Annotated[int, Field(ge=1, le=4096)]
+"""Weights are drawn orthogonal, which takes minutes for wider layers."""
+
 
 CLIP_EPS = 1e-6
 

@@ -9,11 +9,9 @@ import torch
 from esper.leyline.errors import TrainingError
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.random import Stream, permutation
-from esper.simic.agent import ppo
-from esper.simic.agent.advantages import masked_moments
-from esper.simic.agent.losses import loss_sums, ppo_losses
-from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
-from esper.simic.metrics import METRIC_NAMES
+from esper.simic import ppo
+from esper.simic.advantages import masked_moments
+from esper.simic.ppo import METRIC_NAMES, evaluate_minibatch, loss_sums, ppo_losses, run_ppo_updates
 from esper.tamiyo.features import HOST_FEATURES
 
 HOSTS = [0, 1, 2, 3]

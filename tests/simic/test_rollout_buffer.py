@@ -6,7 +6,7 @@ import torch
 from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
+from esper.simic.rollout_buffer import TamiyoRolloutBuffer, Transition
 
 N, T, D, S, H = 3, 5, 4, 2, 6
 

@@ -7,7 +7,7 @@ import torch
 
 from esper.leyline.lifecycle import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
-from esper.simic.agent.losses import (
+from esper.simic.ppo import (
     Losses,
     LossInputs,
     LossSums,

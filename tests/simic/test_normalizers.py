@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import CheckpointError
-from esper.simic.agent.advantages import (
+from esper.simic.advantages import (
     ObservationStatistics,
     RunningMeanVar,
     discounted_returns,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.simic.agent.advantages import (
+from esper.simic.advantages import (
     compute_gae,
     discounted_returns,
     normalize_advantages,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from esper.runs.evaluation.importance import MEASURES, Situations, feature_groups, importance
 from esper.tamiyo.features import CLOCK, HOST_FEATURES, SLOT_FEATURES, feature_dim
-from esper.tamiyo.importance import MEASURES, Situations, feature_groups, importance
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from toys import menu
 

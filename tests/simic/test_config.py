@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.simic.agent.ppo_config import (
+from esper.simic.ppo_config import (
     PPOConfig,
     entropy_coefficient,
     floor_scale,

@@ -1,1 +1,0 @@
-"""The agent: rollout buffer, advantages, PPO, normalizers."""

@@ -51,8 +51,6 @@ LEYLINE = [
     _m("leyline: rows of a host begin one host late",
        "value.unflatten(0, (num_envs, per_host))[chosen]", "value.unflatten(0, (num_envs, per_host)).roll(-1, 0)[chosen]",
        "tests/leyline tests/tolaria", "tree"),
-    _m("leyline: Shapley values weigh coalitions by the wrong size",
-       "share[a.bit_count()] *", "share[max(a.bit_count() - 1, 0)] *", "tests/leyline", "shapley"),
 ]
 RULES = [
     _m("kasmina: PRUNE of an inactive seed is scheduled instead of immediate",
@@ -207,6 +205,8 @@ TASKS = [
        "tests/tasks", "instance"),
 ]
 TELEMETRY = [
+    _m("telemetry: Shapley values weigh coalitions by the wrong size",
+       "share[a.bit_count()] *", "share[max(a.bit_count() - 1, 0)] *", "tests/telemetry/record", "shapley"),
     _m("telemetry: a record that follows a run finds no new anomalies",
        "            run.read_on()\n        self._searched = False", "            run.read_on()", "tests/telemetry/record", "follows"),
     _m("telemetry: a record follows a file that was cut",

@@ -8,7 +8,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HostFamily, LifecycleOp, SeedStage
 from esper.leyline.messages import EngineSpec
 from esper.tasks.registry import task_by_name
-from esper.telemetry.report.page import shapley_values
+from esper.telemetry.record.schema import shapley_values
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
 from toys import ToyClient, ToyExecutor, action, ops_of, script

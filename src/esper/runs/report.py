@@ -16,7 +16,7 @@ from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.losses import perplexity
 from esper.telemetry.machine import device_name
-from esper.telemetry.report.page import shapley_values
+from esper.telemetry.record.schema import shapley_values
 from esper.tolaria.state import RolloutStats, StepReport
 
 

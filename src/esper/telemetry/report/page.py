@@ -20,13 +20,12 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from html import escape
 from importlib import resources
 from itertools import combinations, groupby, pairwise
-from math import factorial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,27 +35,8 @@ from esper.leyline.files import absolute, mode_of, read_json
 from esper.leyline.lifecycle import HEAD_NAMES, LifecycleOp
 from esper.telemetry.anomalies import RULES
 from esper.telemetry.record.reader import Record, evaluations_of
-from esper.telemetry.record.schema import CONSTANT, TRAINED
+from esper.telemetry.record.schema import CONSTANT, TRAINED, shapley_values
 from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
-
-
-def shapley_values(worth: Sequence[float]) -> list[float]:
-    """What each of n players adds, averaged over all orders in which they could join; they sum to the whole gain.
-
-        phi_i = sum over A without i of |A|! (n - |A| - 1)! / n! * (f(A + i) - f(A))
-
-    Args:
-        worth: f of all 2^n coalitions; bit i of the index says whether player i is a member. NaN where one was not
-            measured, which makes values NaN.
-    """
-    n = len(worth).bit_length() - 1
-    assert len(worth) == 2**n, f"{len(worth)} numbers are not the worth of all coalitions of any number of players"
-    share = [factorial(size) * factorial(n - size - 1) / factorial(n) for size in range(n)]
-    return [
-        sum(share[a.bit_count()] * (worth[a | 1 << i] - worth[a]) for a in range(2**n) if not a >> i & 1)
-        for i in range(n)
-    ]
-
 
 POINTS = 2000
 """Most points of a curve; longer runs are averaged over neighbouring rounds."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from esper.telemetry.report.page import shapley_values
+from esper.telemetry.record.schema import shapley_values
 
 
 def average_over_orders(worth: list[float], num_players: int) -> list[float]:

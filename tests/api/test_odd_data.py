@@ -81,6 +81,13 @@ def test_a_class_that_nothing_can_teach_is_noted(part, capsys):
     assert capsys.readouterr().out.count(said) == 1
 
 
+def test_notes_about_data_are_seen_without_progress(capsys):
+    two = X[Y < 2], Y[Y < 2]
+    esper.grow(task(train=two, val=two, test=VAL), "plain", steps=3, executor="streamed", progress=False)
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("note: class 2 of test is not in train")) == ("", 1)
+
+
 def test_a_column_of_targets_may_stand_beside_single_ones():
     def points(train: Tensor, val: Tensor) -> float | None:
         class Numbers(Net):

@@ -519,7 +519,7 @@ def _raced(
         raise ExportError(f"task {config.task!r} is scripted and has no networks; grow another task.")
     out.say(f"esper: grow {config.task} by {method}, seed {seed}")
     for note in cautions(dataset):
-        out.say(note)
+        (RunConsole(stderr=True) if out.quiet else out).say(note)
     growth = Growth(config, dataset, device, method=method, budget=budget, seed=seed, steps=steps, keep=keep)
     if file is not None and file.exists():
         growth.read(file)

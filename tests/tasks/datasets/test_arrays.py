@@ -116,7 +116,7 @@ BAD = [
     (
         with_value(4, float("nan")),
         {},
-        r"mine.train.x\[4\] is NaN or infinite .as float32.; remove or replace such values",
+        r"mine.train.x\[4\] is NaN or infinite .as float32. \(column 1\); remove or replace such values",
     ),
     (with_value(7, float("inf")), {}, r"mine.train.x\[7\] is NaN or infinite"),
     ((X, Y + 1), {}, r"mine.train.y\[2\] is 3, expected 0..2"),

@@ -418,8 +418,10 @@ def check_finite(place: str, values: Tensor) -> None:
     if values.is_floating_point() and not values.isfinite().all():
         bad = (~values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else ~values.isfinite()).nonzero().flatten()
         others = f", and {len(bad) - 1} more" * (len(bad) > 1)
+        columns = (~values.isfinite()).any(dim=0).nonzero().flatten().tolist() if values.dim() == 2 else []
+        where = f" (column{'s' * (len(columns) > 1)} {', '.join(map(str, columns))})" * (0 < len(columns) < 11)
         raise DataError(
-            f"{place}[{int(bad[0])}] is NaN or infinite (as float32){others}; remove or replace such values."
+            f"{place}[{int(bad[0])}] is NaN or infinite (as float32){others}{where}; remove or replace such values."
         )
 
 

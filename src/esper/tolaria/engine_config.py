@@ -33,7 +33,7 @@ class EngineConfig:
     Attributes:
         run_seed: key of every random draw.
         num_envs: N, hosts of this process. host_offset: global number of the first of them.
-        distinct_hosts: how many hosts differ, others are their copies (`leyline.protocols.host_numbers`); None: all.
+        distinct_hosts: how many hosts differ, others are their copies (`leyline.messages.host_numbers`); None: all.
         episode_length: E, control steps per episode. schedule_begin: steps after which the schedule of the learning
             rates begins, to end with the episode.
         slots: enabled slots in action order.

@@ -197,7 +197,7 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
 def _config(command: Train) -> "RunConfig":
     """The configuration of a new run, or of an existing one with the changes of the command line."""
     from esper.runs.assembly.presets import config_of_run, resolve
-    from esper.runs.assembly.run_config import CHANGEABLE
+    from esper.telemetry.run_directory import CHANGEABLE
 
     given = overrides(command, joined(command.set))
     if command.resume is None:

@@ -14,6 +14,7 @@ A directory is created atomically and locked by the process that writes to it. R
 because a resume would truncate their targets.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Of all files of a run, also its checkpoints and its record; raised when this version cannot read an older run."""
+CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "sinks", "rank_timeout")
+"""Settings that a resumed run may change."""
 CONFIG, ABOUT, METRICS, EVENTS = "config.toml", "about.json", "metrics.jsonl", "events.jsonl"
 SUMMARY, COMPARISON, IMPORTANCE = "summary.json", "evaluation_after_training.json", "importance.json"
 RECORD, CHECKPOINTS = "record", "checkpoints"
@@ -323,6 +326,12 @@ def require_run(path: Path) -> None:
             f"{path} {written}, but this version reads runs of format {FORMAT}; open it with the version that wrote "
             f"it, or train again: {again}."
         )
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """SHA-256 of all settings that affect the results of a run, from its configuration or its config.toml."""
+    decisive = {name: value for name, value in config.items() if name not in CHANGEABLE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def about_of(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from esper.runs.records import Records
 from esper.telemetry.record.reader import COUNTED, Record, damage_said, open_record
 from esper.telemetry.record.schema import STORED, TABLES
 from esper.telemetry.record.writer import part_of
-from esper.telemetry.run_directory import COMPARISON, EVENTS, METRICS, RECORD, SUMMARY
+from esper.telemetry.run_directory import COMPARISON, CONFIG, EVENTS, METRICS, RECORD, SUMMARY
 from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
@@ -372,6 +372,18 @@ def test_an_evaluation_that_makes_no_sense_is_named(copy: Path, document: object
         assert record.query("SELECT * FROM evaluations") == []
         (warning,) = record.warnings
     assert f"{COMPARISON} is damaged" in warning
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "is_said"),
+    [("seed = ", "seed = 1", True), ("lr = ", "lr = 1", True), ("rounds = ", "rounds = 1", False)],
+)
+def test_settings_that_the_run_did_not_start_with_are_named(copy: Path, was: str, now: str, is_said: bool) -> None:
+    text = (copy / CONFIG).read_text()
+    (copy / CONFIG).write_text(text.replace(was, now, 1))
+    with open_record([copy]) as record:
+        said = [warning for warning in record.warnings if "the settings that the run started with" in warning]
+    assert len(said) == is_said
 
 
 @pytest.mark.parametrize("library", ["pandas", pytest.param("polars", marks=pytest.mark.slow)])

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from esper.simic.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.tasks.datasets import data_label
 from esper.tasks.registry import TaskSpec, task_by_name
+from esper.telemetry.run_directory import CHANGEABLE
 from esper.telemetry.sinks import require_sinks
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
@@ -232,10 +232,6 @@ def task_values(task: TaskSpec, reward: str) -> Values:
     return values
 
 
-CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "sinks", "rank_timeout")
-"""Settings that a resumed run may change."""
-
-
 def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
     """Properties that a checkpoint and the run that loads it must share; `identity` is that of the data set."""
     own = {name: getattr(config, name) for name in ("task", "seed", "slots", "num_envs", "episode_length")}
@@ -256,12 +252,6 @@ def data_of(shape: Mapping[str, object]) -> str:
 def without_paths(identity: Mapping[str, object]) -> dict[str, object]:
     """The identity of a data set without paths: its folder may move."""
     return {name: value for name, value in identity.items() if not Path(str(value)).is_absolute()}
-
-
-def fingerprint(config: RunConfig) -> str:
-    """SHA-256 of all settings that affect the results of a run."""
-    decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from esper.leyline.errors import ConfigError, option
-from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import differences, flat, plain
 from esper.runs.evaluation.results import (
     LEAST_UNITS,
@@ -34,6 +34,7 @@ from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.progress import RunConsole
+from esper.telemetry.run_directory import CHANGEABLE
 
 if TYPE_CHECKING:
     from esper.runs.evaluation.comparison import Comparison

@@ -27,7 +27,7 @@ from esper.runs import report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
 from esper.runs.assembly.presets import config_of_run
-from esper.runs.assembly.run_config import CHANGEABLE, RunConfig, data_of, fingerprint, require_same_config
+from esper.runs.assembly.run_config import RunConfig, data_of, require_same_config
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
 from esper.runs.records import Records, round_events, run_started
@@ -49,11 +49,13 @@ from esper.telemetry.machine import environment, memory_bytes, version
 from esper.telemetry.progress import RunConsole, RunProgress, size, warn
 from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
+    CHANGEABLE,
     CHECKPOINTS,
     SUMMARY,
     RunDirectory,
     about_of,
     continuing,
+    fingerprint,
     missing_records,
     require_begun_round,
     require_free,
@@ -162,7 +164,7 @@ class Runner:
         with stop_signals() as self._asked:
             if self._saved_at is None and self.ranks.group.is_first:
                 params, device = self.engine.executor.host_params, self.engine.spec.device
-                self.records.write_events([run_started(self.shape, fingerprint(self.config), params, device)])
+                self.records.write_events([run_started(self.shape, fingerprint(plain(self.config)), params, device)])
             self._mark()
             try:
                 complete = self.engine.train(
@@ -352,7 +354,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     Raises:
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
-    asked = {"asked": fingerprint(config)}
+    asked = {"asked": fingerprint(plain(config))}
 
     def continues() -> bool:
         """Whether the directory is that of this run before the ranks were started again."""
@@ -394,7 +396,7 @@ def _directory(path: Path, open_first: Callable[[], RunDirectory]) -> RunDirecto
 def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
     """Continue the run in the directory `path`. Returns its summary, or None if it was stopped.
 
-    `config` is that of the run, with changes of what may be changed (`run_config.CHANGEABLE`).
+    `config` is that of the run, with changes of what may be changed (`run_directory.CHANGEABLE`).
 
     Raises:
         CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.

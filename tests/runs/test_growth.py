@@ -631,21 +631,28 @@ def test_a_growth_that_is_stopped_behind_a_stage_keeps_the_best_that_was_trained
     assert all(spent or not points for _, spent, points, _ in growth.leaderboard(entry, growth.t, None).courses)
 
 
-def test_the_network_that_is_kept_has_the_most_points_at_the_end_of_a_stage(grow, step_flops):
-    growth = grow("plain", flops=60 * step_flops)
+@pytest.mark.parametrize(
+    ("keep", "ahead", "goes_back"), [("best", 16.0, True), ("best", 15.0, False), ("last", 16.0, False)]
+)
+def test_what_an_earlier_stage_ended_with_is_kept_only_if_it_is_clearly_better(
+    grow, step_flops, keep, ahead, goes_back
+):  # than by 100 / sqrt(40), the examples of validation
+    last = finished(grow("plain", flops=60 * step_flops, keep=keep))
+    of_last = last._points(*last.best)
+    assert last.best[1] == last.t
+    growth = grow("plain", flops=60 * step_flops, keep=keep)
     while growth.stage == 0:
         growth.step()
     row, t = growth.best
     assert row in growth.rows  # it is trained further
-    growth.entries[row].val[t - 1] = 100.0
+    growth.entries[row].val[t - 1] = of_last + ahead
     finished(growth)
     _, entry, steps = growth.result()
-    assert (entry, steps) == (row, t)
-    assert len(growth.entries[row].val) > t
+    assert (entry, steps) == ((row, t) if goes_back else last.best)
     board = growth.leaderboard(entry, steps, 99.0)
-    assert board.val == 100.0
+    assert board.val == (of_last + ahead if goes_back else of_last)
     (shown,) = [line for line in str(board).splitlines() if " 99.00 " in line]
-    assert f" {t}  100.00  99.00 " in shown  # of the network that is kept, not of the last step
+    assert f" {steps}  {board.val:.2f}  99.00 " in shown  # of the network that is kept, not of the last step
 
 
 def test_minutes_are_kept_where_the_first_stage_has_one_step(grow):
@@ -833,6 +840,14 @@ def test_what_is_kept_has_one_figure_in_the_whole_table():
     assert said in str(board)
     # a step of the first costs 5 / 2
     assert [kept for _, _, _, kept in board.courses] == [(2.5, 83.0), None, None]
+
+
+def test_what_did_not_go_on_and_is_kept_all_the_same_is_named_with_those_that_did():
+    left, on = entry(90.0, 100), entry(0.0, 300)
+    on.val, on.loss = [1.0, 2.0, 85.0], [1.0] * 3
+    said = "What is kept did not go on after its 1 step: the best of those that did has 85.00 after 3."
+    assert said in str(board_of(left, on))
+    assert "did not go on" not in str(replace(board_of(left, on, chosen=1), steps=3))
 
 
 def test_steps_that_were_rolled_back_are_counted_for_what_is_kept_alone():

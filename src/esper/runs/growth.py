@@ -780,7 +780,11 @@ class Growth:
             self.likely, self._likely_state = (best, self.t), self._engine.state_of([self.rows.index(best)])
 
     def _measure(self, step: int) -> None:
-        """Measure the rows, as they were after a step, on all validation examples; remember the best one so far."""
+        """Measure the rows, as they were after a step, on all validation examples; remember what would be kept.
+
+        What ends a stage takes the place of what an earlier one ended with, unless that is clearly better. Where a
+        growth is stopped within a stage, the best one so far is kept.
+        """
         kept = self._engine.kept_network()
         figures = zip(self.rows, *host_read(kept.accuracy, kept.loss), strict=True)
         for row, val, loss in figures:
@@ -790,7 +794,9 @@ class Growth:
         self._pay([self._prices.of_measuring(self.entries[row].flops) for row in self.rows])
         best = max(self.rows, key=lambda row: self._points(row, step))
         found, before = self._points(best, step), -math.inf if self.best is None else self._points(*self.best)
-        clear = 0.0 if step == self.t else _CLEAR / math.sqrt(self._dataset.val.answers)
+        clear = _CLEAR / math.sqrt(self._dataset.val.answers)
+        if step == self.t:
+            clear = 0.0 if self.t < self.end else -math.inf if self._keep == "last" else -clear
         if found > before + clear or (found == before > -math.inf and step == self.t):  # the later one of two equals
             self.best, self._best_state = (best, step), self._engine.state_of([self.rows.index(best)])
 

@@ -141,6 +141,12 @@ class Leaderboard:
             )
         more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
         kept = self.entries[self.chosen]
+        if (longest := max(len(entry.val) for entry in self.entries)) > len(kept.val):
+            best = max(entry.score for entry in self.entries if len(entry.val) == longest)
+            more += (
+                f"What is kept did not go on after its {counted(self.steps, 'step')}: the best of those that did has "
+                f"{best:.2f} after {longest}. Later steps did not help: fewer FLOPs may be enough.\n"
+            )
         if self.steps < len(kept.val):
             more += (
                 f"What is kept is the network of step {self.steps} of {len(kept.val)} (spent counts them all); that of "

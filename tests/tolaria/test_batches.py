@@ -46,6 +46,19 @@ def test_a_training_pass_shows_every_example_with_its_label_once_to_every_host()
     assert torch.equal(seen.sort(dim=1).values, torch.arange(10).expand(3, -1))
 
 
+def test_the_order_of_a_pass_is_drawn_once_for_all_of_its_steps_and_is_that_of_an_iterator_that_begins_there():
+    hosts, others = torch.arange(3), torch.arange(1, 4)
+    new = lambda: SharedBatchIterator(numbered(), 3, 2, "train", 1, CPU, batches_per_step=2)  # noqa: E731
+    batches, drawn = new(), []
+    for t, episode, of in ((1, 0, hosts), (2, 0, hosts), (3, 0, hosts), (4, 0, hosts), (1, 0, others), (2, 1, others)):
+        assert torch.equal(orders(batches, t, episode, of), orders(new(), t, episode, of))
+        drawn.append(batches.order.untyped_storage().data_ptr())
+    assert drawn[0] == drawn[1] != drawn[2]  # step 3 ends one pass of 10 examples and begins another
+    kept = batches.order
+    batches.begin(2, 1, others)
+    assert kept.untyped_storage().data_ptr() == batches.order.untyped_storage().data_ptr()
+
+
 def test_hosts_steps_episodes_and_runs_have_their_own_orders():
     hosts = torch.arange(3)
     seen = orders(train_iterator(), 1, 0, hosts)

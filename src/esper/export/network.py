@@ -121,6 +121,8 @@ def _write_runnable(
         for name in [name for name in wanted if name != won]:
             kind, source = (SOURCE, folder / SOURCE) if won == SOURCE else (PICKLE, pickled)
             error, notes = tried(kind, source, folder / name)
+            if error is not None:
+                (folder / name).unlink(missing_ok=True)
             said += notes if error is None else [f"there is no {name}: {error}."]
     if missing:
         said.append(f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them.")

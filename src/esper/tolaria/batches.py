@@ -87,6 +87,8 @@ class SharedBatchIterator:
         self.targets: Int[Tensor, "N n"] | None = None
         self.drawn: Int[Tensor, "N n K"] | None = None
         self.chosen: HostExamples | None = None
+        self._orders = dict[int, Int[Tensor, "N n"]]()  # of the passes of the last step
+        self._orders_of: tuple[int, Tensor] | None = None
 
     def choose(self, chosen: HostExamples) -> None:
         """Give each host its own examples of the split, from now on."""
@@ -113,7 +115,15 @@ class SharedBatchIterator:
         last = first + self._count
         passes = range(first // size + 1, (last - 1) // size + 2)
         check_passes(passes[-1], t, size)
-        orders = [permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number) for number in passes]
+        # a pass over many examples takes longer to order than a step of few batches to train on them
+        if self._orders_of is None or self._orders_of[0] != episode or self._orders_of[1] is not hosts:
+            self._orders, self._orders_of = {}, (episode, hosts)
+        for number in passes:
+            if number not in self._orders:
+                drawn = permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number)
+                self._orders[number] = drawn
+        self._orders = {number: self._orders[number] for number in passes}
+        orders = list(self._orders.values())
         skipped = first - (passes[0] - 1) * size
         ordered = orders[0] if len(orders) == 1 else torch.cat(orders, dim=1)
         self.order = ordered[:, skipped : skipped + self._count]

@@ -118,7 +118,9 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
     before, version = x.clone(), x._version
 
     def record(path: str, output: object) -> object:
-        if path in differentiable and isinstance(output, Tensor) and not output.requires_grad:
+        if path in differentiable and isinstance(output, Tensor) and output.requires_grad:
+            output = output.clone()  # what a hook of the network's own has seen is not what a slot gives
+        elif path in differentiable and isinstance(output, Tensor):
             if output.is_inference():
                 raise ConfigError(
                     f"slot {path!r} lies within torch.inference_mode() of {name}, in which nothing "
@@ -499,6 +501,11 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
         raise ConfigError(f"the model cannot be built: {in_words(error)}{out}") from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"the model gives a {type(network).__name__}; it must give an nn.Module.")
+    modes = {layer: layer.training for layer in network.modules()}
+    if not isinstance(network.train(network.training), nn.Module):
+        raise ConfigError(f"train() of {type(network).__name__} does not give the network; end it with return self.")
+    for layer, mode in modes.items():
+        layer.training = mode
     if example is not None:
         modes = {layer: layer.training for layer in network.modules()}
         with torch.no_grad():

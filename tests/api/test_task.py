@@ -461,7 +461,7 @@ WRONG = [
     ),
     ({"slots": 3}, "slots is 3; it must be list[str]"),
     ({"slots": ["stem*"], "train": None}, "train is missing; give the examples as (x, y), a data set or a DataLoader"),
-    ({"weights": MLP()}, "weights is a MLP; it must be Path | str | Mapping[str, Any] | None."),
+    ({"weights": MLP()}, "weights is a MLP; it must be Path or text or Mapping[str, Any] or None."),
     ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),
     ({"loss": F.cross_entropy}, "one number per example, (40,): average over the axes of an example, and not over"),
     ({"loss": lambda out, y: float(out.sum())}, "the loss gives a result of type float"),

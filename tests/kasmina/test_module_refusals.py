@@ -105,6 +105,31 @@ class Late(network()):
         return self.b(self.a(x))
 
 
+class Tapped(network()):
+    """Reads what a layer gives by a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(lambda layer, given, h: setattr(self, "tapped", h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a(x)
+        return self.b(self.__dict__.pop("tapped"))
+
+
+class Silent(network()):
+    """Forgets what `train` gives."""
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+
+
+def force(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net.b(net.a(x)).square().sum(), x, create_graph=True)[0]
+
+
 class Listing(nn.Module):
     """Reads its weight from a list."""
 
@@ -208,6 +233,9 @@ REFUSED: list[tuple[object, ...]] = [  # what is said, the model, its slots (a),
      ["five"]),
     (r"slot '0' gives \[4, 1\]: single values", lambda: nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 2)), ["0"]),
     (r"of two families: stem \[8, 12, 12\], head \[10\]", ResNet8, ["stem", "head"], IMAGES),
+    (r"train\(\) of Silent does not give the network; end it with return self", Silent),
+    (r"Own computes gradients in its forward pass, as by torch.autograd.grad", network(force)),
+    ("no gradient flows from the output of Tapped to slot 'a'", Tapped),
     ("no gradient flows from the output of Own to slot 'a'", network(lambda net, x: net.b(net.a(x).detach()))),
     ("no gradient flows from the output of Own to slot 'a'", network(lambda net, x: (net.a(x), net.b(x))[1])),
     ("no gradient flows", network(lambda net, x: net.b(net.a(x)).detach())),

@@ -3,6 +3,7 @@
 Import the names from `esper` itself.
 """
 
+import collections.abc
 import inspect
 import re
 import reprlib
@@ -86,14 +87,16 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 -- any annotation
 
 
 def _expected(kind: Any) -> str:  # noqa: ANN401 -- any annotation
+    if get_origin(kind) is collections.abc.Callable:
+        return "a function"
     if set(get_args(Examples)) <= set(get_args(kind)):
         words = "(x, y), a dictionary of arrays with 'labels', a data set or a DataLoader"
         return words + ", or None" * (type(None) in get_args(kind))
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    words = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
-    words = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", words)
-    return re.sub(r"Callable\[.*\]", "a function", words)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join("None" if one is type(None) else _expected(one) for one in get_args(kind))
+    return _PLAIN.get(kind) or re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
 
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}

@@ -115,7 +115,7 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
     differentiable output lies within `torch.inference_mode()`.
     """
     calls, name = list[Call](), type(network).__name__
-    before, version = x.clone(), x._version
+    before, version, within, done = x.clone(), x._version, list[bool](), False
 
     def record(path: str, output: object) -> object:
         if path in differentiable and isinstance(output, Tensor) and output.requires_grad:
@@ -128,6 +128,8 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
                 )
             with torch.enable_grad():  # a leaf could not be edited in place
                 output = output.detach().requires_grad_().clone()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: within.append(not done))
         edits = output._version if isinstance(output, Tensor) and not output.is_inference() else 0
         calls.append(Call(path, output, edits, torch.is_grad_enabled()))
         return output
@@ -136,6 +138,13 @@ def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] =
     with replaced_outputs(network, record, paths), seeded_generators(seed) as used:
         try:
             output = network(x)
+            done = True
+            if any(within):
+                raise ConfigError(
+                    f"{name} computes gradients in its forward pass, as by torch.autograd.grad. Seeds that are not yet "
+                    "blended in would change them, so such a network cannot grow; grow one that gives energies or "
+                    "values alone."
+                )
         except ConfigError:
             raise  # says already what the network returns
         except Exception as error:  # any error of the user's code

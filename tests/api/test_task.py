@@ -14,6 +14,7 @@ from own_tasks import MyNet, Zero, grow, images, own_task, points, train
 from torch import Tensor, nn
 
 import esper
+from esper.api.grow import grown_of
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.tasks.losses import MeanSquaredError
@@ -339,6 +340,17 @@ def test_a_run_does_not_go_on_with_other_weights(tmp_path):
         esper.load(tmp_path / "run", task=other).resume(rounds=2, progress=False)
 
 
+def test_the_best_host_of_a_run_is_not_given_with_figures_of_other_data(tmp_path):
+    x, y = images()
+    task, other = (own_task(slots=["stem"], val=(x, of)) for of in (y, y.roll(1)))
+    train(task, tmp_path)
+    assert grown_of(esper.load(tmp_path / "run", task=task)).points > 0.0
+    with pytest.raises(
+        EsperError, match=r"has accuracy .* on val, and had .* in the run: the network, the data or the"
+    ):
+        grown_of(esper.load(tmp_path / "run", task=other))
+
+
 def test_slots_that_are_left_out_are_proposed_and_named(capsys):
     task = own_task(slots=None)
     assert repr(task) == "Task('mynet': 379 parameters, slots stem, layer2 (proposed), accuracy)"
@@ -505,7 +517,7 @@ WRONG = [
     ),
     ({"batch": 41, "last_batch": "drop"}, "last_batch is 'drop', and 40 training examples do not fill a batch of 41"),
     ({"model": Squeezed}, "Squeezed gives [3] of torch.float32 for 1 example; outputs are floats [1, ...]"),
-    ({"last_batch": "pad"}, "last_batch is 'pad'; it must be Literal['merge', 'drop', 'keep']"),
+    ({"last_batch": "pad"}, "last_batch is 'pad'; it must be 'merge' or 'drop' or 'keep'"),
     ({"batch": 0}, "batch is 0; it must be at least 1"),
     ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
     ({"classes": ["a", "b"]}, "mynet: the class names are ['a', 'b'], expected 3 different texts, in order"),

@@ -108,6 +108,24 @@ def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp
     assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0
 
 
+def test_a_plugin_that_changed_since_the_start_is_named_and_edited_settings_are_refused(tmp_path, capsys):
+    path, run = plugin(tmp_path, "edited", SPARING.replace("sparing", "edited")), tmp_path / "run"
+    with small_runs.interrupted_at(1, 3):
+        assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "edited") == 130
+    for extra, notes in (("", 0), ("# another line\n", 1)):
+        path.write_text(path.read_text() + extra)
+        capsys.readouterr()
+        config_of_run(run, trust=True)
+        said = f"esper: {path} was changed after the run was started: its network, data or rewards may be others."
+        assert capsys.readouterr().err.count(said) == notes
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("episode_length = ", "episode_length = 1"))
+    with pytest.raises(
+        ConfigError, match=r"^episode_length is 1\d in config.toml, but the run was made with \d; restore"
+    ):
+        config_of_run(run, trust=True)
+
+
 @pytest.mark.parametrize("kind", ["file", "module"])
 def test_code_that_a_run_directory_names_is_executed_only_where_that_is_allowed(
     tmp_path, monkeypatch, capfd, finished_run, kind

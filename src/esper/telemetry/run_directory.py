@@ -1,7 +1,7 @@
 """The run directory: the files of a run.
 
 config.toml     the complete configuration, which reproduces the run
-about.json      format of the run, versions, machine, names, time of the start
+about.json      format of the run, versions, machine, names, settings and plugins at the start, its time
 metrics.jsonl   one line per round
 events.jsonl    one line per event of the run, a host or a seed
 record/         one row per step and host, seed and coalition, as Parquet; see record/writer.py
@@ -122,7 +122,7 @@ class RunDirectory(Closing):
             (draft / RECORD).mkdir(parents=True)
             (draft / CONFIG).write_text(tomli_w.dumps(config), encoding="utf-8")
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            text = json.dumps({"format": FORMAT, "started": now, **(about or {})}, indent=1)
+            text = json.dumps({"format": FORMAT, "started": now, **(about or {}), "config": config}, indent=1)
             (draft / ABOUT).write_text(text, encoding="utf-8")
             for written in (draft / CONFIG, draft / ABOUT, draft / RECORD, draft):
                 sync(written)
@@ -326,6 +326,21 @@ def require_run(path: Path) -> None:
             f"{path} {written}, but this version reads runs of format {FORMAT}; open it with the version that wrote "
             f"it, or train again: {again}."
         )
+
+
+def changed_settings(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """Settings of the config.toml of a run with which it was not started, as "seed is 7 in ..., but ... with 0"."""
+    was = about_of(path).get("config")
+    return list(_changed(was, config)) if isinstance(was, dict) else []
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    for name in sorted(was.keys() | now.keys()):
+        one, other, setting = was.get(name), now.get(name), f"{place}{name}"
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _changed(one, other, f"{setting}.")
+        elif one != other and setting not in (*CHANGEABLE, "plugins"):  # whose files may have moved
+            yield f"{setting} is {other} in {CONFIG}, but the run was made with {one}"
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

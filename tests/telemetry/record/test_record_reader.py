@@ -382,7 +382,7 @@ def test_settings_that_the_run_did_not_start_with_are_named(copy: Path, was: str
     text = (copy / CONFIG).read_text()
     (copy / CONFIG).write_text(text.replace(was, now, 1))
     with open_record([copy]) as record:
-        said = [warning for warning in record.warnings if "the settings that the run started with" in warning]
+        said = [warning for warning in record.warnings if "in config.toml, but the run was made with" in warning]
     assert len(said) == is_said
 
 

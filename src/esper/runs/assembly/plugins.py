@@ -18,6 +18,8 @@ from types import ModuleType
 from esper.leyline.errors import ConfigError, in_shell, in_words, nearest
 from esper.leyline.files import expanded
 from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
+from esper.telemetry.progress import warn
+from esper.telemetry.record.writer import sha256_of
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -100,6 +102,18 @@ def source_of(name: str) -> Path | None:
         return expanded(_parts(name)[0])
     file = getattr(sys.modules.get(name), "__file__", None)
     return Path(file) if file else None
+
+
+def digests_of(names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of the file of each plugin that has one."""
+    return {name: sha256_of(file) for name in names if (file := source_of(name)) is not None}
+
+
+def warn_of_changed(names: Iterable[str], before: object) -> None:
+    """Say which plugins have another file than when a run was started, when `digests_of` gave `before`."""
+    for name, digest in digests_of(names).items():
+        if isinstance(before, dict) and before.get(name, digest) != digest:
+            warn([f"{name} was changed after the run was started: its network, data or rewards may be others."])
 
 
 def _imported(name: str) -> ModuleType:

@@ -15,7 +15,15 @@ from typing import Any
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import absolute, expanded
-from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
+from esper.runs.assembly.plugins import (
+    is_file,
+    load_plugins,
+    names_task,
+    not_among,
+    require_trusted,
+    task_in_file,
+    warn_of_changed,
+)
 from esper.runs.assembly.run_config import RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
 from esper.simic.ppo_config import PPOConfig
@@ -23,7 +31,7 @@ from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name, task_names
-from esper.telemetry.run_directory import CONFIG, is_run, require_run
+from esper.telemetry.run_directory import CONFIG, about_of, changed_settings, is_run, require_run
 
 assert _presets
 DEFAULT_PRESET = "quickstart"
@@ -122,11 +130,14 @@ def config_of_run(run: Path, changes: Mapping[str, Any] = MappingProxyType({}), 
             "out, or name controllers before --plugins."
         )
     require_trusted(plugins, allowed, trust=trust)
+    for changed in changed_settings(run, values):
+        raise ConfigError(f"{changed}; restore it, or start a new run for other settings.")
     if not is_same:
         kept = {name: values[name] for name in ("seed", "preset", "num_envs", "reward", "custom_reward", "ppo")}
         lifecycle = {name: value for name, value in values["lifecycle"].items() if name != "min_training_epochs"}
         return resolve({**kept, "lifecycle": lifecycle, **changes, "plugins": [*plugins, *others]})
     load_plugins(plugins)
+    warn_of_changed(plugins, about_of(run).get("sources"))
     if task not in task_names():
         raise ConfigError(
             f"the task {task!r} of the run is registered neither here nor by its plugins: it was made in a Python "

@@ -20,8 +20,10 @@ C = TypeVar("C")
 Values = dict[str, Any]
 _MOST_NAMES = 16
 """Error messages print no longer lists."""
+_RATES = "optimizer.host_lr and optimizer.seed_lr, of the network and its seeds, or ppo.lr of the controller"
 _MEANT = {
-    "lr": "optimizer.host_lr and optimizer.seed_lr, of the network and its seeds, or ppo.lr of the controller",
+    "lr": _RATES,
+    "learning_rate": _RATES,
     "batch": "batch_train",
     "batch_size": "batch_train",
 }
@@ -109,7 +111,8 @@ def parse(cls: type[C], values: Mapping[str, Any]) -> C:
         leaves = [name.split(".") for name in _leaves(cls)]
         elsewhere = [".".join(name) for name in leaves if name[-1] == key]
         known = {name[len(path)] for name in leaves if name[: len(path)] == path}
-        meant = (_MEANT.get(key) if not path else None) or " or ".join(elsewhere)
+        meant = _MEANT.get(key) if not path else repr("lr") if key == "learning_rate" and "lr" in known else None
+        meant = meant or " or ".join(elsewhere)
         hint = f"did you mean {meant}?" if meant else suggest(key, known)
         raise ConfigError(f"unknown key {'.'.join([*path, key])[:80]}; {hint}") from None
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import ConfigDict
 
 from esper.export.grown import Origin
-from esper.export.network import GrownNetwork
+from esper.export.network import ROUNDING, GrownNetwork
 from esper.leyline.architecture import architectures_of
 from esper.leyline.errors import CheckpointError, ExportError
 from esper.leyline.settings import AtLeast1, Count, Finite
@@ -157,9 +157,16 @@ def grown_of_run(
     if best is None:
         return _of_checkpoint(run, config, dataset, device, host, live)
     engine, task = engine_of_host(config, dataset, device, best), config.task_spec()
+    stats = engine.outcome()
+    now, rounding = float(stats.committed_acc[0]), max(1.0, abs(best.val)) * ROUNDING + 200.0 / len(dataset.val)
+    if task.instances is None and not abs(now - best.val) <= rounding:
+        raise ExportError(
+            f"the best host of {run} has {task.objective.unit} {now:.2f} on val, and had {best.val:.2f} in the run: "
+            f"the network, the data or the metric of task {task.name!r} was changed since; restore it."
+        )
     test = float(host_read(engine.test())[0][0]) if best.test is None else best.test
     origin = Origin(round=best.round, host=best.host, objective=best.objective)
-    return GrownNetwork.of(engine, task, dataset, engine.outcome(), host=0, test=test, live=live, origin=origin)
+    return GrownNetwork.of(engine, task, dataset, stats, host=0, test=test, live=live, origin=origin)
 
 
 def _of_checkpoint(

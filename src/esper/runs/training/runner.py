@@ -26,6 +26,7 @@ from esper.leyline.tensor_dataclass import StateTree, below, rows_of, state_dige
 from esper.runs import report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
+from esper.runs.assembly.plugins import digests_of
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig, data_of, require_same_config
 from esper.runs.assembly.values import flat, plain
@@ -371,7 +372,12 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
         parts = _assembled(config, console)
         spec = parts.engine.spec
         about = {"version": version(), "environment": environment(spec.device), "slots": spec.slot_ids}
-        about |= {"blueprints": spec.blueprint_names, "terms": tuple(parts.client.terms), **asked}
+        about |= {
+            "sources": digests_of(config.plugins),
+            "blueprints": spec.blueprint_names,
+            "terms": tuple(parts.client.terms),
+            **asked,
+        }
         with _directory(path, lambda: RunDirectory.create(path, plain(parts.config), about)) as directory:
             return _run(parts, directory, console, asked=config.executor)
     return None

@@ -46,7 +46,16 @@ from esper.telemetry.record.schema import (
     Table,
 )
 from esper.telemetry.record.writer import identifier, number_of, part_of, parts_of_round, quoted, sha256_of
-from esper.telemetry.run_directory import CONFIG, EVENTS, METRICS, RECORD, SUMMARY, about_of, fingerprint, require_run
+from esper.telemetry.run_directory import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    RECORD,
+    SUMMARY,
+    about_of,
+    changed_settings,
+    require_run,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -420,11 +429,9 @@ class _RunTables:
     def _run_row(self) -> Row:
         started = self._started
         config, about = _parsed(self.path / CONFIG, toml_of, self.warnings) or {}, about_of(self.path)
-        if config and started.get("config_sha256") not in (None, fingerprint(config)):
-            self.warnings.append(
-                f"{self.path / CONFIG} does not hold the settings that the run started with, so what is said of "
-                "them may be wrong; restore it from a backup."
-            )
+        if config and (changed := changed_settings(self.path, config)):
+            others = f" (and {len(changed) - 1} more)" * (len(changed) > 1)
+            self.warnings.append(f"{self.path}: {changed[0]}{others}; restore it.")
         found = _parsed(self.path / SUMMARY, json_of, self.warnings)
         summary = found if isinstance(found, dict) else {}
         mode = (config.get("reward") or {}).get("mode")

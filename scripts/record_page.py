@@ -40,7 +40,7 @@ and may use 1 GiB of memory.
 | `record/steps-NNNNNN.parquet` | one row per step and host: `steps`, `decisions`, and the terms of `rewards` |
 | `record/slots-NNNNNN.parquet` | one row per step and seed: `slots`, and from it `seeds` |
 | `record/coalitions-NNNNNN.parquet` | one row per measured set of seeds |
-| `about.json` | format of the run, versions, machine, names, time of the start |
+| `about.json` | format, versions, machine, names, time; settings and digests of plugins at the start |
 | `metrics.jsonl` | one line per round: `rounds`, `updates`; SHA-256 of the parts of the round |
 | `events.jsonl` | one line per event: `episodes` |
 

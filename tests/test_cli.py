@@ -172,6 +172,13 @@ REFUSED = [
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("tasks digit", "did you mean 'digits'?"),
+    ("search --task digit", "unknown task 'digit'; did you mean 'digits'?"),
+    ("grow --steps 3 --task=digit", "unknown task 'digit'; did you mean 'digits'?"),
+    (
+        "evaluate wait_only none.json --task null",
+        "the policy file none.json cannot be read (No such file or directory)",
+    ),
+    (NULL + "--policy folder", "folder is a folder; name a file, such as a checkpoint of a run"),
     ("grwo digits", "unknown command 'grwo'; did you mean 'grow'?"),
 ]
 

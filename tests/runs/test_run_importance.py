@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.errors import ConfigError, RunDirectoryError
 from esper.runs.evaluation import importance
 from esper.runs.evaluation.importance import importance_of
 
@@ -52,7 +52,7 @@ def test_the_same_controller_has_the_same_importance(run):
 def test_without_a_checkpoint_it_says_so(run):
     for file in sorted((run / "checkpoints").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+    with pytest.raises(RunDirectoryError, match="has records but no checkpoint to continue from; restore its"):
         importance_of(run)
 
 

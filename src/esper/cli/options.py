@@ -62,14 +62,19 @@ def folder_of_all(group: "Group", given: Path | None, free: Callable[[], Path]) 
 def names_first(options: type, arguments: Sequence[str]) -> list[str]:
     """The arguments with those that belong to no option first, as tyro needs them: RUN --best NAME has two names.
 
-    An option that may have several values, or that is not known, takes all that follows it. Raises EsperError for what
-    is no number behind an option that has one.
+    An option that may have several values, or that is not known, takes all that follows it. What a command takes
+    without a name may have it, as in --task NAME. Raises EsperError for what is no number behind an option of numbers.
     """
-    kinds = get_type_hints(options)
+    kinds, marked = get_type_hints(options), get_type_hints(options, include_extras=True)
+    unnamed = {name for name, kind in marked.items() if tyro.conf.Positional in getattr(kind, "__metadata__", ())}
     names, others, left = list[str](), list[str](), 0.0
     for argument in arguments:
         if argument.startswith("--"):
             option, given, value = argument.partition("=")
+            if option[2:].replace("-", "_") in unnamed:
+                names += [value] * bool(given)
+                left = 0.0
+                continue
             kind = kinds.get(option[2:].replace("-", "_"), _MANY)
             left = 0.0 if kind is bool or given else math.inf if kind == _MANY else 1.0
             if given:

@@ -89,6 +89,18 @@ def write_policy(path: Path, policy: Policy, task: str, found: Mapping[str, obje
         file.write("\n")
 
 
+def values_of(path: Path) -> Any:  # noqa: ANN401 -- whatever JSON may be
+    """What is in a file of a policy, before it is checked; raises ConfigError if it cannot be read."""
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise ConfigError(f"the policy file {path} cannot be read ({error.strerror}); name one that exists.") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not JSON ({error}); use a file that `esper search` wrote, or correct it."
+        ) from error
+
+
 def read_policy(path: Path, spec: EngineSpec) -> Policy:
     """The policy of a file, for the engine of `spec`.
 
@@ -96,14 +108,7 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
         ConfigError: the file cannot be read, is not a policy, or names what this run does not have. The message names
             the file and the field.
     """
-    try:
-        values = read_json(path)
-    except OSError as error:
-        raise ConfigError(f"the policy file {path} cannot be read ({error.strerror}); name one that exists.") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON ({error}); use a file that `esper search` wrote, or correct it."
-        ) from error
+    values = values_of(path)
     try:
         file = _files(spec).validate_python(values).model_dump(exclude_unset=True)
         policy = _policy(file["kind"], file[file["kind"]], spec)

@@ -244,10 +244,12 @@ def test_a_record_that_was_deleted_is_named_in_few_lines(copy: Path) -> None:
 
 def test_lines_that_are_gone_are_named(copy: Path) -> None:
     kept = (copy / METRICS).read_text().splitlines(keepends=True)
+    started, *_ = (copy / EVENTS).read_text().splitlines(keepends=True)
     for name, text, said in (
-        (METRICS, "", f"{copy / METRICS} has no line of round 2"),
+        (METRICS, "", f"{copy / METRICS} has no line of round 1 and others"),
         (METRICS, kept[-1], f"{copy / METRICS} has no line of round 1"),
         (EVENTS, "", f"{copy / EVENTS} does not begin with the start of the run; episodes are left out"),
+        (EVENTS, started, f"{copy / EVENTS} has 0 of {HOSTS * ROUNDS} episodes. Restore it"),
     ):
         whole = (copy / name).read_text()
         (copy / name).write_text(text)

@@ -145,6 +145,8 @@ def write_learned(path: Path, policy: StateTree, card: Mapping[str, Any]) -> Non
 
 def read_learned(path: Path) -> StateTree:
     """The policy of a file or of a checkpoint; raises CheckpointError if it is missing, damaged, or something else."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; name a file, such as a checkpoint of a run (RUN/checkpoints/...).")
     if not path.is_file():
         raise CheckpointError(f"there is no policy file {path}; {_REMEDY}")
     try:

@@ -35,6 +35,7 @@ from esper.runs.assembly.clients import (
     learned_path,
     learner_of,
     policy_file_client,
+    read_learned,
     reward_of,
 )
 from esper.runs.assembly.run_config import RunConfig
@@ -45,12 +46,12 @@ from esper.runs.report import Cost
 from esper.runs.training.checkpoint import BEST, checkpoints, load, load_newest
 from esper.simic.client import POLICY_PARTS, ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
-from esper.tamiyo.policy_files import is_policy_file
+from esper.tamiyo.policy_files import LEARNED_SUFFIX, is_policy_file, values_of
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.registry import task_by_name
 from esper.telemetry.record.writer import sha256_of
-from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing
+from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing, require_nothing_to_lose
 
 UNTRAINED = "untrained"
 BEST_SCHEDULE = "best_schedule"
@@ -173,9 +174,10 @@ def _is_solved(config: RunConfig) -> bool:
 
 
 def _of_file(path: Path | None, config: RunConfig) -> Controller:
-    """The policy in a file, under the name of the file."""
+    """The policy in a file, under the name of the file, which is read now: others may run for hours before it."""
     assert path is not None
-    identity = {"policy": sha256_of(path)} if path.is_file() else {}
+    read_learned(path) if path.suffix == LEARNED_SUFFIX else values_of(path)
+    identity = {"policy": sha256_of(path)}
     return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 
 
@@ -270,6 +272,7 @@ def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
         )
     checkpoint, _, warnings = (load(folder / BEST), [], []) if best else load_newest(folder)
     if checkpoint is None:
+        require_nothing_to_lose(run)
         raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
     state = below("policy", checkpoint.state)
     policy = {name: x for name, x in state.items() if name.startswith(POLICY_PARTS)}

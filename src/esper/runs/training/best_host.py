@@ -27,7 +27,7 @@ from esper.runs.state_file import read_checked, write_state
 from esper.runs.training.checkpoint import load_newest
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.datasets import Dataset
-from esper.telemetry.run_directory import CHECKPOINTS, continuing
+from esper.telemetry.run_directory import CHECKPOINTS, continuing, require_nothing_to_lose
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
@@ -155,7 +155,7 @@ def grown_of_run(
         raise ExportError(f"task {config.task!r} is scripted and has no networks; export a run of another task.")
     best = None if last or host is not None else read(run / CHECKPOINTS)
     if best is None:
-        return _of_checkpoint(run, config, dataset, device, host, live)
+        return _of_checkpoint(run, config, dataset, device, host, live=live, last=last)
     engine, task = engine_of_host(config, dataset, device, best), config.task_spec()
     stats = engine.outcome()
     now, rounding = float(stats.committed_acc[0]), max(1.0, abs(best.val)) * ROUNDING + 200.0 / len(dataset.val)
@@ -170,9 +170,18 @@ def grown_of_run(
 
 
 def _of_checkpoint(
-    run: Path, config: RunConfig, dataset: Dataset, device: torch.device, host: int | None, live: bool
+    run: Path,
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    host: int | None,
+    *,
+    live: bool,
+    last: bool,
 ) -> GrownNetwork:
     checkpoint, _, problems = load_newest(run / CHECKPOINTS)
+    if checkpoint is None and not problems:
+        require_nothing_to_lose(run)
     state = below("engine", checkpoint.state) if checkpoint else {}
     if checkpoint is None or not state or problems:
         found = " ".join(problems) or (
@@ -180,8 +189,8 @@ def _of_checkpoint(
         )
         raise CheckpointError(
             f"{run} has no checkpoint with hosts ({found}): they are kept inside a round and at the end of a run, not "
-            f"between rounds; complete it with {continuing(run)}, or export the best host of its rounds, "
-            "without --last and --host."
+            f"between rounds; complete it with {continuing(run)}"
+            f"{', or export the best host of its rounds, without --last and --host' * (last or host is not None)}."
         )
     engine = engine_of(config, dataset, device)
     engine.load_state_dict(state, baseline_of("wait_only", config, engine.spec))

@@ -363,10 +363,15 @@ class _RunTables:
             return
         self._faults.setdefault((kind, fault), []).append(part)
 
+    @property
+    def _begun_round(self) -> tuple[int, ...]:
+        """The round behind the complete ones, of which a run that goes on may have parts."""
+        return () if mode_of(self.path / SUMMARY) else (self._newest + 1,)
+
     def _begun_parts(self, kind: str) -> Iterator[Path]:
         if not self._has_folder:
             return
-        for part in parts_of_round(self.path / RECORD, kind, self._newest + 1):
+        for part in (part for number in self._begun_round for part in parts_of_round(self.path / RECORD, kind, number)):
             if not stat.S_ISREG(mode_of(part)):
                 continue
             try:
@@ -380,16 +385,26 @@ class _RunTables:
         found = {number_of(part) for part in folder.iterdir()} if self._has_folder and mode_of(folder) else set()
         if not self._has_folder:
             self.warnings.append(f"{folder} is a link or a file and was not read; restore the original folder.")
-        elif others := found - self._rounds - {0, self._newest + 1}:
+        elif others := found - self._rounds - {0, *self._begun_round}:
+            first, its = min(others), "their" if len(others) > 1 else "its"
+            which = f"{first}{' and others' * (len(others) > 1)}, so that {its}"
             self.warnings.append(
-                f"{self.path / METRICS} has no line of round {min(others)}{' and others' * (len(others) > 1)}, so that "
-                "their rows are left out. Restore it from a backup to see them."
+                f"{self.path / METRICS} has no line of round {which} rows are left out. Restore it from a backup to "
+                "see them."
             )
         if self._rounds and not self._started:
             self.warnings.append(
                 f"{self.path / EVENTS} does not begin with the start of the run; episodes are left out. Restore it "
                 "from a backup to see them."
             )
+        elif self._rounds and (hosts := self._started.get("num_envs")):
+            there = f"SELECT count(*) FROM {self.schema}.episodes WHERE round <= {self._newest}"
+            ((episodes,),) = self._database.execute(there).fetchall()
+            if isinstance(hosts, int) and episodes < hosts * len(self._rounds):
+                self.warnings.append(
+                    f"{self.path / EVENTS} has {episodes} of {hosts * len(self._rounds)} episodes. Restore it from a "
+                    "backup to see all."
+                )
         for (_, why), parts in self._faults.items():
             more = f" (also those of {len(parts) - 1} later rounds)" * (len(parts) > 1)
             self.warnings.append(

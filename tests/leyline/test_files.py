@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from esper.leyline.files import absolute, expanded, json_of, open_to_read, read_json, read_toml
+from esper.leyline.files import absolute, expanded, json_of, open_to_read, read_json, read_toml, replacing_folder
 
 
 def test_only_regular_files_are_opened_and_a_pipe_is_not_waited_for(tmp_path):
@@ -44,3 +44,18 @@ def test_values_that_are_nested_too_deeply_are_no_values(tmp_path):
 def test_the_home_of_somebody_unknown_is_a_name_like_any_other():
     assert str(expanded("~nobody-of-this-name/x")) == "~nobody-of-this-name/x"
     assert absolute(expanded("~/x")) == "~/x"
+
+
+def test_a_folder_is_replaced_as_a_whole_and_drafts_of_others_stay_for_an_hour(tmp_path):
+    young, old = (tmp_path / f".grown.draft-{name}" for name in ("young", "old"))
+    for draft in (young, old):
+        draft.mkdir()
+    os.utime(old, (0, 0))
+    for content in ("one", "two"):
+        with replacing_folder(tmp_path / "grown") as folder:
+            (folder / "file").write_text(content)
+    with pytest.raises(KeyError), replacing_folder(tmp_path / "grown") as folder:
+        (folder / "file").write_text("three")
+        raise KeyError
+    assert (tmp_path / "grown" / "file").read_text() == "two"
+    assert sorted(tmp_path.iterdir()) == [young, tmp_path / "grown"]

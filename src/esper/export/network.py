@@ -50,7 +50,7 @@ from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.flops import flops_of_example
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, in_words, nearest, option, refusing
-from esper.leyline.files import mode_of, read_bytes, remove, replacing_folder, require_regular
+from esper.leyline.files import mode_of, read_bytes, replacing_folder, require_regular
 from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
 from esper.leyline.messages import EngineSpec, Objective
 from esper.leyline.tensor_dataclass import below, state_digest
@@ -403,8 +403,6 @@ class GrownNetwork:
                     wrong, random = self._wrong_figure(loaded, examples[0])
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{folder} cannot be written ({error}); name another folder.") from error
-        for left in folder.parent.glob(f".{folder.name}.draft-*"):
-            remove(left)
         if wrong:
             raise ExportError(f"{folder} is written, but {file} is not the network that was measured: {wrong}.")
         how = HOW_TO_LOAD[file] if file else "not possible"

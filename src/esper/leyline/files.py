@@ -11,18 +11,20 @@ import os
 import secrets
 import shutil
 import stat
+import time
 import tomllib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK})
 """What file systems answer that lack an operation: Lustre and NFS for locks, CIFS and FUSE for folders."""
 
-
+_ABANDONED = 3600.0
+"""Seconds after which a draft is that of a process that was killed."""
 _Opened = TypeVar("_Opened", bound="Closing")  # the checks of shapes know no `Self` in a method
 
 
@@ -152,21 +154,27 @@ def replacing(path: Path) -> Iterator[TextIO]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A folder that replaces `path` when the block ends; if the block raises, nothing has changed.
 
-    What was there before is left under a name of `draft_of`.
+    Drafts that a killed process left beside it more than an hour ago are deleted.
     """
-    draft = draft_of(path)
+    draft, old = draft_of(path), draft_of(path)
     draft.mkdir(parents=True)
     try:
         yield draft
         for file in (*draft.iterdir(), draft):
             sync(file)
         if mode_of(path):
-            path.rename(draft_of(path))
+            path.rename(old)
         draft.rename(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync(path.parent)
+    remove(old)
+    for left in path.parent.iterdir():
+        if left.name.startswith(f".{path.name}.draft-"):
+            with suppress(FileNotFoundError):  # another process may finish its own
+                if time.time() - left.lstat().st_mtime > _ABANDONED:
+                    remove(left)
 
 
 def mode_of(path: Path) -> int:

@@ -336,7 +336,7 @@ def test_the_loss_of_guessing_is_not_that_of_the_weights():
 def test_a_run_does_not_go_on_with_other_weights(tmp_path):
     task, other = (own_task(slots=["stem"], weights=deterministic_build(MyNet, seed).state_dict()) for seed in (1, 2))
     train(task, tmp_path)
-    with pytest.raises(EsperError, match=r"was made with data = .*sha256_weights"):
+    with pytest.raises(EsperError, match=r"was made with data.sha256_weights = "):
         esper.load(tmp_path / "run", task=other).resume(rounds=2, progress=False)
 
 

@@ -68,6 +68,7 @@ def files(folder: Path) -> dict[str, Weights]:
         "wrapped": {"epoch": 3, "state_dict": STATE, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}},
         "parallel": {"model": parallel},
         "compiled": {f"_orig_mod.{name}": value for name, value in parallel.items()},
+        "of_a_trainer": {"state_dict": {f"net.{name}": value for name, value in STATE.items()}},
         "half": {name: value.bfloat16().float() for name, value in STATE.items()},
     }
     for name, content in contents.items():

@@ -54,8 +54,7 @@ def test_a_folder_is_replaced_as_a_whole_and_drafts_of_others_stay_for_an_hour(t
     for content in ("one", "two"):
         with replacing_folder(tmp_path / "grown") as folder:
             (folder / "file").write_text(content)
-    with pytest.raises(KeyError), replacing_folder(tmp_path / "grown") as folder:
-        (folder / "file").write_text("three")
-        raise KeyError
+    with pytest.raises(FileNotFoundError), replacing_folder(tmp_path / "grown") as folder:
+        (folder / "none" / "file").write_text("three")
     assert (tmp_path / "grown" / "file").read_text() == "two"
     assert sorted(tmp_path.iterdir()) == [young, tmp_path / "grown"]

@@ -159,6 +159,9 @@ def _is_state(part: object) -> bool:
 def _load(network: nn.Module, weights: Mapping[str, Any]) -> None:
     """Copy weights into a network; raises ConfigError that names what does not fit."""
     own = network.state_dict()
+    outer = f"{next(iter(weights), '').partition('.')[0]}."  # of a trainer, whose attribute the network is
+    if {key.removeprefix(outer) for key in weights} == own.keys() and all(key.startswith(outer) for key in weights):
+        weights = {key.removeprefix(outer): value for key, value in weights.items()}
     for prefix in (*_ADDED, *_ADDED):  # in either order
         if all(key.startswith(prefix) for key in weights) and not any(key.startswith(prefix) for key in own):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}

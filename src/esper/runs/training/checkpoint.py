@@ -22,7 +22,7 @@ from torch import Tensor
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import is_draft, remove
 from esper.leyline.settings import Count
-from esper.runs.assembly.values import differences
+from esper.runs.assembly.values import differences, flat
 from esper.runs.report import Cost
 from esper.runs.state_file import read_checked, write_state
 from esper.telemetry.anomalies import Trend
@@ -136,7 +136,7 @@ def set_aside(damaged: list[Path]) -> None:
 
 def require_same_shape(found: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError that names the first difference between the shapes of checkpoint and run."""
-    for key, values in differences(found, expected).items():
+    for key, values in differences(flat(found), flat(expected)).items():
         was, now = ("nothing" if value is None else json.dumps(value) for value in values)
         raise CheckpointError(
             f"the checkpoint {path} was made with {key} = {was}, but this run has {now}; use the configuration, data "

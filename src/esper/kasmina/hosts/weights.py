@@ -2,8 +2,8 @@
 
     weights     a file of torch.save or safetensors, or the state dict itself
     names       those of network.state_dict(); all of them, and no others
-    around it   a dictionary with a single state dict in it ("state_dict", "model", ...) stands for that; a prefix that
-                PyTorch gives all names (`module.` of DataParallel, `_orig_mod.` of torch.compile) is left out
+    around it   a dictionary with a single state dict in it ("state_dict", "model", ...) stands for that; a prefix of
+                all names is left out (`module.` of DataParallel, `_orig_mod.` of torch.compile, `net.` of a trainer)
 
 Nothing in a file is executed. Weights are copied when they are given, so that they can be trained on elsewhere.
 """

@@ -25,12 +25,12 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import HostFamily
-from esper.runs import events, report
+from esper.runs import report
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import plain
-from esper.runs.records import Records
+from esper.runs.records import Records, round_events
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
@@ -189,7 +189,7 @@ class Subject:
         metrics = client.update()
         updated = time.perf_counter()
         if self._records is not None:
-            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend(), self.config.reward))
+            self._records.write_events(round_events(stats, metrics, engine.spec, Trend(), self.config.reward))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
             line = report.round_line(stats, cost, metrics, self.config.reward)
             self._directory.write_metrics(line | {"record": self._records.write_parts()})

@@ -79,7 +79,7 @@ WRONG = [
     ({"optimizer": partial(T.Adam, amsgrad=True)}, "adam with amsgrad=True is not available here"),
     ({"clip": 0.0}, "optimizer.grad_clip is 0.0; it must be above 0"),
     ({"warmup": 3, "episode_length": 3}, "warmup is 3, but an episode has 3 control steps"),
-    ({"schedule": "step"}, "schedule is 'step'; it must be Literal['constant', 'cosine', 'linear']"),
+    ({"schedule": "step"}, "schedule is 'step'; it must be 'constant' or 'cosine' or 'linear'"),
     ({"label_smoothing": 1.0}, "objective.label_smoothing is 1.0; it must be below 1"),
     ({"label_smoothing": 0.1, "loss": lambda o, y: o.sum(dim=1)}, "label_smoothing and a loss of your own are given"),
     ({"weight_decay": -1.0}, "optimizer.adamw_weight_decay is -1.0; it must be at least 0"),

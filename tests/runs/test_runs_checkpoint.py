@@ -176,7 +176,7 @@ def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_p
     require_same_shape(shape_of(x, "here"), shape_of(x.clone(), "there"), Path("x"))
     changed = x.clone()
     changed[7, 1] = 1e-3
-    with pytest.raises(CheckpointError, match=r'made with data.sha256_train = '):
+    with pytest.raises(CheckpointError, match=r"made with data.sha256_train = "):
         require_same_shape(shape_of(x, "here"), shape_of(changed, "here"), Path("x"))
 
 

@@ -47,6 +47,7 @@ METHODS = (
     "plain, long, small batches",
     "wider",
     "wider, long",
+    "wider, long, small batches",
     *(GROWN + name for name in GROWING),
 )
 OTHERS = (GROWN + "auto, last step",)

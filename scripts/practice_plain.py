@@ -73,7 +73,7 @@ def budget_of(host: Host, data: Data, epochs: float) -> float:
 def plans(host: Host, data: Data, budget: float) -> dict[str, Plan]:
     """The network as it is and a wider one, each by its best of three learning rates or in one long run.
 
-    The long run by small batches has lower learning rates (Malladi et al. 2022, arXiv 2205.10287).
+    Long runs by small batches have lower learning rates (Malladi et al. 2022, arXiv 2205.10287).
     """
 
     def plan(width: float, rates: tuple[float, ...], batch: int = host.batch) -> Plan:
@@ -86,12 +86,14 @@ def plans(host: Host, data: Data, budget: float) -> dict[str, Plan]:
     small = host.batch
     while long.steps * host.batch < ENOUGH * small and small // 2 >= SMALLEST:
         small //= 2
+    rates_of_small = (host.rates[1] * math.sqrt(small / host.batch),)
     return {
         "plain": plan(1.0, host.rates),
         "plain, long": long,
-        "plain, long, small batches": plan(1.0, (host.rates[1] * math.sqrt(small / host.batch),), small),
+        "plain, long, small batches": plan(1.0, rates_of_small, small),
         "wider": plan(WIDER, host.rates),
         "wider, long": plan(WIDER, host.rates[1:2]),
+        "wider, long, small batches": plan(WIDER, rates_of_small, small),
     }
 
 

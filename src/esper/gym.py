@@ -23,6 +23,7 @@ Shape legend: N = hosts, S = slots, B = blueprints, D = width of an observation,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, final
 
@@ -378,10 +379,10 @@ def make_vec(
         config = resolve(values)
         where, hosts = device_of(config), config.task_spec()
 
-    def build(run_seed: int) -> VectorizedEngine:
-        engine_config = config.engine(run_seed=run_seed, num_envs=num_envs)
+    def build(seed: int) -> VectorizedEngine:
         with in_process(own):
-            dataset = load_dataset(hosts, run_seed, where, config.data_path())
+            engine_config = replace(config, seed=seed).engine(num_envs=num_envs)  # as a setting it has its own name
+            dataset = load_dataset(hosts, seed, where, config.data_path())
             return engine_of(config, dataset, where, engine_config=engine_config, task=hosts)
 
     return GrowingHosts(build, lambda engine: reward_of(config, engine), config.seed)

@@ -49,6 +49,7 @@ MAY_CATCH_ALL = {
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
     "simic/rewards/reward.py": "any error of a user's reward is raised again with its name and the step",
+    "tamiyo/baselines.py": "any error of the constructor of a user's policy is raised again with its name",
     "tamiyo/schedules.py": "any error of a user's script is raised again with its name and the step",
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
     "tolaria/executors/native/trace.py": "any error of a user's code in a trace is why it has no rule",

@@ -233,6 +233,29 @@ def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (
+            lambda spec: None,
+            r"the policy <lambda> is a NoneType without begin, decide, remember; see docs/extending.md",
+        ),
+        (int, "the policy int cannot be made from an EngineSpec: TypeError"),
+    ],
+)
+def test_a_policy_of_the_user_that_cannot_be_made_is_named(task, method, said):
+    with pytest.raises(ConfigError, match=said):
+        grow(task, method, steps=2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_network_grows_without_gradients_around_the_call(task, mode):
+    plain = grow(task, "plain", steps=2, executor="streamed")
+    with mode():
+        assert grow(task, "plain", steps=2, executor="streamed").points == plain.points
+        assert not torch.is_grad_enabled()
+
+
 def test_minutes_of_methods_beside_it_are_announced(task, capsys):
     grown = esper.grow(task, "plain", beside=["halving"], budget=esper.Budget(minutes=0.01), executor="streamed")
     said = "note: halving will spend as many FLOPs afterwards, so that all takes about 0.02 minutes\n"

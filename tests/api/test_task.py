@@ -351,6 +351,14 @@ def test_the_best_host_of_a_run_is_not_given_with_figures_of_other_data(tmp_path
         grown_of(esper.load(tmp_path / "run", task=other))
 
 
+def test_a_batch_larger_than_the_data_is_all_of_them():
+    examples = len(images()[0])
+    own = {given: own_task(batch=batch, **given_) for given, batch, given_ in (
+        ("all", 10**9, {}), ("as large", examples, {}), ("a stream", 10**3, {"batches_per_step": 2}))}  # fmt: skip
+    assert own["all"].spec.batch_train == own["as large"].spec.batch_train == len(own["all"].spec.load(None, 0).train)
+    assert own["a stream"].spec.batch_train == 10**3
+
+
 def test_slots_that_are_left_out_are_proposed_and_named(capsys):
     task = own_task(slots=None)
     assert repr(task) == "Task('mynet': 379 parameters, slots stem, layer2 (proposed), accuracy)"

@@ -296,7 +296,7 @@ def test_a_reset_takes_a_seed_and_no_options():
     with pytest.raises(ConfigError, match=r"options are \['difficulty'\]"):
         env.reset(options={"difficulty": 1})
     for seed in (-1, [1, 2], True):
-        with pytest.raises(ConfigError, match="^seed is"):
+        with pytest.raises(ConfigError, match=r"^seed is"):
             env.reset(seed=seed)
     env.reset(seed=1)
 

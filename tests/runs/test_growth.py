@@ -34,7 +34,7 @@ from esper.runs.growth import (
     side_by_side,
     stage_ends,
 )
-from esper.runs.leaderboard import Candidate, Entry, Leaderboard
+from esper.runs.leaderboard import Candidate, Entry, Leaderboard, compared
 from esper.runs.state_file import read_state, write_state
 
 CPU = torch.device("cpu")
@@ -848,6 +848,20 @@ def test_what_did_not_go_on_and_is_kept_all_the_same_is_named_with_those_that_di
     said = "What is kept did not go on after its 1 step: the best of those that did has 85.00 after 3."
     assert said in str(board_of(left, on))
     assert "did not go on" not in str(replace(board_of(left, on, chosen=1), steps=3))
+
+
+def test_a_growth_that_was_stopped_says_nothing_of_later_steps():
+    left, on = entry(90.0, 100), entry(0.0, 300)
+    left.val, left.loss, on.val, on.loss = [90.0, 80.0], [1.0] * 2, [1.0, 2.0, 85.0], [1.0] * 3
+    assert str(board_of(left, on)).count("Later steps did not help") == 2
+    assert "Later steps did not help" not in str(replace(board_of(left, on), is_over=False))
+
+
+def test_a_rival_that_is_better_on_val_is_named():
+    ours, better, worse = (board_of(entry(points, 10)) for points in (80.0, 81.0, 79.0))
+    said = "note: plain is better on val here, and not what is kept; method='plain' gives it"
+    assert compared({"this network": ours, "plain": better, "halving": worse}).endswith(said)
+    assert "note" not in compared({"this network": ours, "halving": worse})
 
 
 def test_steps_that_were_rolled_back_are_counted_for_what_is_kept_alone():

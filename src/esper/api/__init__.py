@@ -16,6 +16,7 @@ from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 
 from esper.leyline.errors import ConfigError, in_a_sentence, nearest, refusing_exit
 from esper.runs.assembly.run_config import RunConfig
@@ -58,7 +59,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 elif not _fits(one, kind):
                     raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {_expected(kind)}.")
             bound.arguments[key] = tuple(plain) if several else plain[0]
-        with in_a_sentence(), refusing_exit():
+        # a network is trained in a call from torch.no_grad() or inference_mode() as in any other
+        with in_a_sentence(), refusing_exit(), torch.inference_mode(False), torch.enable_grad():
             return function(*bound.args, **bound.kwargs)
 
     return call

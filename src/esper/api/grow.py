@@ -49,7 +49,7 @@ from esper.runs.records import Event, step_events
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.simic.client import ScriptedClient
-from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
+from esper.tamiyo.baselines import STATIC, PolicyMaker, policy_of, scheduled
 from esper.tamiyo.policy_files import is_policy_file
 from esper.tamiyo.schedules import Schedule
 from esper.tasks.datasets import cautions
@@ -304,7 +304,7 @@ def grow(
     unfinished: Path | str | None = None,
     **settings: Any,  # noqa: ANN401 -- validated with the configuration
 ) -> Grown:
-    """Grow the best network of a task that a budget allows: the one with the most points on the validation examples.
+    """Grow the best network of a task that a budget allows: the best of the last stage on `val`.
 
     The methods "auto", "plain", "portfolio", "halving" and "hill_climbing" train many candidates and stop weak ones
     early (`esper.runs.growth`); a budget of FLOPs, which is what three trainings of the network alone cost if none is
@@ -439,10 +439,8 @@ def _client(
     if isinstance(controller, Schedule):
         return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
     assert not isinstance(controller, Run), "found to be a run before"
-    return (
-        getattr(controller, "__name__", type(controller).__name__),
-        lambda of: ScriptedClient(as_policy(controller(of), of), reward_of(config, of)),
-    )
+    name = getattr(controller, "__name__", type(controller).__name__)
+    return name, lambda of: ScriptedClient(policy_of(controller, of, name), reward_of(config, of))
 
 
 def _grown(

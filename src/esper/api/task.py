@@ -286,7 +286,8 @@ class Task:
             proposed=slots is None,
             objective=objective,
             episode_length=episode_length,
-            batch_train=batch,
+            # all examples at once: growth halves batches, and scales rates, from the ones that there are
+            batch_train=min(batch, len(dataset.train)) if batches_per_step is None and last_batch != "drop" else batch,
             batch_val=max(batch, min(_EXAMPLES, len(dataset.val))),
             batches_per_step=batches_per_step,
             last_batch=last_batch,

@@ -18,8 +18,8 @@ PICTURE = "growth.png"
 class Grow:
     """Grow the best network that a budget allows, and write it as files.
 
-    Many candidates begin, and weak ones stop early. The network with the highest validation score is kept, and measured
-    on the test examples. Ctrl-C keeps the best one so far.
+    Many candidates begin, and weak ones stop early. The best of those that are left, by its validation
+    score, is kept and measured on the test examples. Ctrl-C keeps the best one so far.
     """
 
     task: Annotated[tyro.conf.Positional[str], placeholder("TASK")]

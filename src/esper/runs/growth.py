@@ -945,10 +945,7 @@ class Growth:
 
     def leaderboard(self, entry: int, steps: int, test: float | None) -> Leaderboard:
         """All entries; `entry` is kept as it was after some steps, with this figure of merit on the test examples."""
-        kept = self.entries[entry].val[steps - 1]
-        order = sorted(
-            range(len(self.entries)), key=lambda i: (-kept, 0) if i == entry else (-self.entries[i].score, 1)
-        )
+        order = sorted(range(len(self.entries)), key=lambda i: (i != entry, -self.entries[i].score))
         return Leaderboard(
             entries=tuple(self.entries[i] for i in order),
             chosen=order.index(entry),
@@ -959,6 +956,7 @@ class Growth:
             seconds=self.seconds,
             budget=self.spent if self.budget.flops is None else self.budget.flops,
             guessing=points_of_guessing(self._config.task_spec().objective, self._dataset.val.y),
+            is_over=self.is_over,
         )
 
     # -- progress and persistence -------------------------------------------------------------------------------------
@@ -989,7 +987,8 @@ class Growth:
         """Where the growth is, and the best candidate so far."""
         best = max((self.entries[row] for row in self.rows), key=lambda entry: entry.score)
         many = counted(len(self.rows), "candidate")
-        return f"step {self.t}/{self.steps}, {many}, best {best.score:.2f} ({best.candidate})"
+        so_far = f"best {best.score:.2f} ({best.candidate})" if best.val else f"{best.candidate} begins anew"
+        return f"step {self.t}/{self.steps}, {many}, {so_far}"
 
     @property
     def share(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from esper.leyline.architecture import Architecture
+from esper.leyline.errors import option
 from esper.runs.evaluation import tables
 from esper.runs.evaluation.tables import counted, plain_table, short
 from esper.telemetry.progress import duration
@@ -71,15 +72,16 @@ class Entry:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Leaderboard:
-    """All candidates of a growth, the best first; prints as a table.
+    """All candidates of a growth, the one that is kept first, then by points; prints as a table.
 
     Attributes:
-        entries: by their `points`.
+        entries: the one that is kept, then by their `points`.
         chosen: place of the one that is kept, as it was after `steps` of its steps. test: its figure of merit on the
             test examples. unit: of both.
         spent: FLOPs of all together. seconds: likewise.
         budget: FLOPs that were allowed, or spent where minutes were.
         guessing: figure of merit of the best constant answer on the validation examples; None where that is not known.
+        is_over: whether the growth had all of its steps; one that was stopped says nothing of what later steps give.
     """
 
     entries: tuple[Entry, ...]
@@ -91,6 +93,7 @@ class Leaderboard:
     seconds: float
     budget: float
     guessing: float | None = None
+    is_over: bool = True
 
     @property
     def val(self) -> float:
@@ -141,13 +144,13 @@ class Leaderboard:
             )
         more = f"{counted(left, 'more candidate')}.\n" if (left := len(self.entries) - len(shown)) else ""
         kept = self.entries[self.chosen]
-        if (longest := max(len(entry.val) for entry in self.entries)) > len(kept.val):
+        if self.is_over and (longest := max(len(entry.val) for entry in self.entries)) > len(kept.val):
             best = max(entry.score for entry in self.entries if len(entry.val) == longest)
             more += (
                 f"What is kept did not go on after its {counted(self.steps, 'step')}: the best of those that did has "
                 f"{best:.2f} after {longest}. Later steps did not help: fewer FLOPs may be enough.\n"
             )
-        if self.steps < len(kept.val):
+        if self.is_over and self.steps < len(kept.val):
             more += (
                 f"What is kept is the network of step {self.steps} of {len(kept.val)} (spent counts them all); that of "
                 f"the last step has {kept.score:.2f}. Later steps did not help: fewer FLOPs may be enough.\n"
@@ -173,11 +176,14 @@ class Leaderboard:
 
 
 def compared(boards: Mapping[str, Leaderboard]) -> str:
-    """The networks that several methods keep, as a table."""
+    """The networks that several methods keep, as a table, and whether the first is behind another on `val`."""
     page = plain_table("method", "val", "test", "parameters", "FLOPs", "spent", fold=True)
     for name, board in boards.items():
         kept = board.entries[board.chosen]
         test = "" if board.test is None else f"{board.test:.2f}"
         sizes = (short(value) for value in (kept.flops, board.spent))
         page.add_row(f"{name}: {kept.candidate}", f"{board.val:.2f}", test, f"{kept.params:,}", *sizes)
-    return tables.text(lambda console: console.print(page))
+    own, *others = boards.items()
+    name, best = max(others, key=lambda other: other[1].val, default=own)
+    note = f"\nnote: {name} is better on val here, and not what is kept; {option('method', name)} gives it"
+    return tables.text(lambda console: console.print(page)) + note * (best.val > own[1].val + _ROUNDING)

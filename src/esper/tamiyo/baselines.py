@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, RegistryError, nearest, registering
+from esper.leyline.errors import ConfigError, EsperError, RegistryError, in_words, nearest, registering
 from esper.leyline.lifecycle import (
     GROWING,
     HAS_MODULE,
@@ -408,9 +408,21 @@ def make_baseline(name: str, spec: EngineSpec) -> PolicyProtocol:
     """The baseline or registered policy `name` for the engine of `spec`; raises RegistryError if there is none."""
     if name not in _MAKERS:
         raise RegistryError(f"unknown baseline {name!r}; {nearest(name, _MAKERS)}")
-    return as_policy(_MAKERS[name](spec), spec)
+    return policy_of(_MAKERS[name], spec, name)
 
 
-def as_policy(made: PolicyProtocol | Script[Any], spec: EngineSpec) -> PolicyProtocol:
-    """A policy as it is, a script as a policy."""
-    return made if isinstance(made, PolicyProtocol) else ScriptedPolicy(made, spec)
+def policy_of(make: PolicyMaker, spec: EngineSpec, name: str) -> PolicyProtocol:
+    """What `make` gives for an engine, a script as a policy; raises ConfigError with the name of what fails."""
+    try:
+        made = make(spec)
+    except EsperError:
+        raise
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(f"the policy {name} cannot be made from an EngineSpec: {in_words(error)}") from error
+    if isinstance(made, PolicyProtocol):
+        return made
+    if missing := [method for method in ("begin", "decide", "remember") if not hasattr(made, method)]:
+        raise ConfigError(
+            f"the policy {name} is a {type(made).__name__} without {', '.join(missing)}; see docs/extending.md."
+        )
+    return ScriptedPolicy(made, spec)

@@ -73,6 +73,12 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert "step  slot" in out
     assert "\ngrown: model.json, model.py, model.safetensors, timeline.json\n" in out
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
+    assert main(["export", "grown", "--out", "again"]) == 2
+    assert "give --task FILE.py:NAME, or load it without esper: load_model()" in capfd.readouterr().err
+    assert main(["export", "grown", "--out", "again", "--task", "mine.py:task"]) == 0
+    assert {"model.py", "model.safetensors"} < {path.name for path in Path("again").iterdir()}
+    assert main(["export", str(run), "--out", "third", "--task", "mine.py:task"]) == 2
+    assert "a run knows its task" in capfd.readouterr().err
     assert main(["grow", "mine.py:task", "--out", "grown"]) == 2
     assert "grown exists already" in capfd.readouterr().err
 

@@ -142,6 +142,8 @@ class Export:
     """Device that measures the hosts: auto, cpu, cuda or cuda:N. (cpu)"""
     data_dir: FilePath = None
     """Folder of the data files. (as in the run)"""
+    task: Text = None
+    """Task of the network in a folder, FILE.py:NAME, where it is not one of esper's own networks."""
     plugins: Plugins = ()
     """Those plugins of the run that may be executed."""
     trust: Flag = False
@@ -153,12 +155,18 @@ def export(command: Export) -> int:
     from esper.api.grow import grown_of, load
     from esper.api.run import Run
     from esper.export.network import DESCRIPTION
+    from esper.runs.assembly.plugins import names_task, task_in_file
+    from esper.tasks.registry import task_by_name
 
     again = (command.source / DESCRIPTION).is_file()
     if again and (command.host is not None or command.live or command.last):
         raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
+    if command.task is not None and not again:
+        raise ConfigError(f"a run knows its task, and {command.source} is no folder of a network; leave --task out.")
     if again:
-        found = load(command.source)
+        name = command.task
+        task = None if name is None else task_in_file(name) if names_task(name) else task_by_name(name)
+        found = load(command.source, task=task)
     else:
         run = Run(command.source, trust=command.trust)
         found = grown_of(run, host=command.host, live=command.live, last=command.last, **overrides(command))

@@ -49,7 +49,7 @@ from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.flops import flops_of_example
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.errors import ConfigError, ExportError, in_words, nearest, option, refusing
+from esper.leyline.errors import ConfigError, ExportError, in_shell, in_words, nearest, option, refusing
 from esper.leyline.files import mode_of, read_bytes, replacing_folder, require_regular
 from esper.leyline.lifecycle import BLENDED, Algorithm, SeedStage
 from esper.leyline.messages import EngineSpec, Objective
@@ -532,7 +532,7 @@ def _described_host(description: Description, folder: Path) -> Host:
                      if (folder / name).exists()), "")  # fmt: skip
         raise ExportError(
             f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; "
-            f"give esper.load its task{ways}."
+            f"give {'--task FILE.py:NAME' if in_shell() else 'esper.load its task'}{ways}."
         )
     return _host(spec, description.slots, description.example())
 

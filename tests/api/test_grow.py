@@ -21,6 +21,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError
 from esper.leyline.lifecycle import LifecycleOp, Style
+from esper.runs.growth import Growth
 from esper.tamiyo.schedules import NoMemory, Schedule, canonical_action
 from toys import ToyReward
 from user_networks import ResNet8, Tagger, Tied
@@ -261,6 +262,20 @@ def test_minutes_of_methods_beside_it_are_announced(task, capsys):
     said = "note: halving will spend as many FLOPs afterwards, so that all takes about 0.02 minutes\n"
     assert said in capsys.readouterr().out
     assert [*grown.beside] == ["halving"]
+
+
+def test_ctrl_c_in_what_is_trained_beside_it_leaves_the_network_and_says_what_is_missing(task, monkeypatch, capsys):
+    step = Growth.step
+
+    def interrupted(self: Growth) -> None:
+        if self._asked == "halving":
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(Growth, "step", interrupted)
+    grown = esper.grow(task, "plain", beside=["halving"], steps=2, executor="streamed")
+    assert (grown.beside, grown.leaderboard.is_over) == ({}, True)
+    assert "note: the table leaves halving out, because the growth was stopped\n" in capsys.readouterr().out
 
 
 def test_who_cannot_grow_is_refused(task, tmp_path):

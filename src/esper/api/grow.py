@@ -378,7 +378,7 @@ def grow(
                         f"note: {', '.join(beside)} will spend as many FLOPs afterwards, so that all takes about "
                         f"{(1 + len(beside)) * budget.minutes:.2g} minutes"
                     )
-                return _with_rivals(race, method, budget, beside, unfinished)
+                return _with_rivals(race, method, budget, beside, unfinished, out)
             changes = given(settings, task=spec.name, episode_length=steps, device=device)
             config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
             # one episode is shorter than a compilation
@@ -394,15 +394,21 @@ def _with_rivals(
     budget: Budget,
     rivals: Sequence[Method],
     unfinished: Path | str | None,
+    out: RunConsole,
 ) -> Grown:
     """The network of a race, and the leaderboards of rivals that spend as much, until Ctrl-C ends one of them."""
     grown, board, stopped = race(method, budget, file=None if unfinished is None else expanded(unfinished))
     for rival in rivals:
         if stopped:
             break
-        _, other, stopped = race(rival, Budget(flops=board.budget, params=budget.params))
+        try:
+            _, other, stopped = race(rival, Budget(flops=board.budget, params=budget.params))
+        except KeyboardInterrupt:  # before its first step, or a second Ctrl-C: the network is there all the same
+            break
         if not stopped:
             grown.beside[rival] = other
+    if left := [rival for rival in rivals if rival not in grown.beside]:
+        out.say(f"note: the table leaves {', '.join(left)} out, because the growth was stopped")
     return grown
 
 

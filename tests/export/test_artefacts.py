@@ -268,6 +268,21 @@ class Crashing(nn.Module):
         return self.o(self.a(x))
 
 
+class Other(Sized):
+    """Exported as another network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.a(x + 1.0 if torch.compiler.is_exporting() else x))
+
+
+@pytest.mark.slow
+def test_a_file_with_other_outputs_is_a_note_and_not_kept(tmp_path):
+    saved = nets.network_of(Other, ["a"], nets.VECTORS, "mlp").save(tmp_path / "other", formats=["pt2"])
+    (note,) = saved.notes
+    assert note.startswith("there is no model.pt2: ValueError: its outputs differ by ")
+    assert not (tmp_path / "other" / "model.pt2").exists()
+
+
 @pytest.mark.slow
 def test_a_format_that_fails_is_a_note(tmp_path):
     saved = nets.network_of(Sized, ["a"], nets.VECTORS, "mlp").save(tmp_path / "sized", formats=["pt2"])

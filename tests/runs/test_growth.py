@@ -223,6 +223,7 @@ def test_what_auto_chooses_of_tokens_is_trained_as_if_it_had_been_known_from_the
 def test_the_steps_of_what_begins_anew_are_its_own(small, tmp_path: Path):
     end_of_stage(small, (1.0, 1.0, 1.01))
     begun = small.t
+    assert small.place == f"step {begun}/{small.steps}, 1 candidate, {FASTER} begins anew"
     finished(small)
     small.write(tmp_path / "unfinished")
     _, row, steps = small.result()

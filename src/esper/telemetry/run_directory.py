@@ -14,7 +14,6 @@ A directory is created atomically and locked by the process that writes to it. R
 because a resume would truncate their targets.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -341,12 +340,6 @@ def _changed(was: Mapping[str, Any], now: Mapping[str, Any], place: str = "") ->
             yield from _changed(one, other, f"{setting}.")
         elif one != other and setting not in (*CHANGEABLE, "plugins"):  # whose files may have moved
             yield f"{setting} is {other} in {CONFIG}, but the run was made with {one}"
-
-
-def fingerprint(config: Mapping[str, Any]) -> str:
-    """SHA-256 of all settings that affect the results of a run, from its configuration or its config.toml."""
-    decisive = {name: value for name, value in config.items() if name not in CHANGEABLE}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def about_of(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -252,6 +253,12 @@ def data_of(shape: Mapping[str, object]) -> str:
 def without_paths(identity: Mapping[str, object]) -> dict[str, object]:
     """The identity of a data set without paths: its folder may move."""
     return {name: value for name, value in identity.items() if not Path(str(value)).is_absolute()}
+
+
+def fingerprint(config: RunConfig) -> str:
+    """SHA-256 of all settings that affect the results of a run."""
+    decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:

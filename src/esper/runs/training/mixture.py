@@ -22,13 +22,11 @@ from esper.leyline.settings import AtLeast0
 from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs.assembly.assemble import assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of, with_sizes_of_policy, write_learned
-from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import plain
+from esper.runs.assembly.run_config import RunConfig, fingerprint
 from esper.runs.report import objective_of, standard_deviation
 from esper.runs.state_file import read_checked, write_state
 from esper.simic.client import POLICY_PARTS, SimicClient
 from esper.telemetry.progress import RunConsole, duration, with_spread
-from esper.telemetry.run_directory import fingerprint
 
 POLICY, STATE, METRICS = "policy.safetensors", "mixture.safetensors", "mixture.jsonl"
 
@@ -48,7 +46,7 @@ def train_mixture(configs: Sequence[RunConfig], path: Path, console: RunConsole)
     rounds, every = configs[0].rounds, configs[0].checkpoint_every
     shared = {name: getattr(configs[0], name) for name in ("rounds", "schedule_rounds", "ppo", "seed", "policy")}
     configs = [replace(config, **shared) for config in configs]
-    key = [rounds, *(fingerprint(plain(config)) for config in configs)]
+    key = [rounds, *map(fingerprint, configs)]
     policy, scales, lines = _begun(path, key)
     if policy:  # the file that the training started from may be gone
         ppo = with_sizes_of(policy, path / STATE, configs[0].ppo)

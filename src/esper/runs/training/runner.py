@@ -28,7 +28,7 @@ from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.clients import with_sizes_of_policy
 from esper.runs.assembly.plugins import digests_of
 from esper.runs.assembly.presets import config_of_run
-from esper.runs.assembly.run_config import RunConfig, data_of, require_same_config
+from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import flat, plain
 from esper.runs.evaluation import tables
 from esper.runs.records import Records, round_events, run_started
@@ -56,7 +56,6 @@ from esper.telemetry.run_directory import (
     RunDirectory,
     about_of,
     continuing,
-    fingerprint,
     missing_records,
     require_begun_round,
     require_free,
@@ -165,7 +164,7 @@ class Runner:
         with stop_signals() as self._asked:
             if self._saved_at is None and self.ranks.group.is_first:
                 params, device = self.engine.executor.host_params, self.engine.spec.device
-                self.records.write_events([run_started(self.shape, fingerprint(plain(self.config)), params, device)])
+                self.records.write_events([run_started(self.shape, fingerprint(self.config), params, device)])
             self._mark()
             try:
                 complete = self.engine.train(
@@ -355,7 +354,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     Raises:
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
-    asked = {"asked": fingerprint(plain(config))}
+    asked = {"asked": fingerprint(config)}
 
     def continues() -> bool:
         """Whether the directory is that of this run before the ranks were started again."""

@@ -24,6 +24,7 @@ _RATES = "optimizer.host_lr and optimizer.seed_lr, of the network and its seeds,
 _MEANT = {
     "lr": _RATES,
     "learning_rate": _RATES,
+    "ppo.learning_rate": "ppo.lr",
     "batch": "batch_train",
     "batch_size": "batch_train",
 }
@@ -111,8 +112,7 @@ def parse(cls: type[C], values: Mapping[str, Any]) -> C:
         leaves = [name.split(".") for name in _leaves(cls)]
         elsewhere = [".".join(name) for name in leaves if name[-1] == key]
         known = {name[len(path)] for name in leaves if name[: len(path)] == path}
-        meant = _MEANT.get(key) if not path else repr("lr") if key == "learning_rate" and "lr" in known else None
-        meant = meant or " or ".join(elsewhere)
+        meant = _MEANT.get(".".join([*path, key])) or " or ".join(elsewhere)
         hint = f"did you mean {meant}?" if meant else suggest(key, known)
         raise ConfigError(f"unknown key {'.'.join([*path, key])[:80]}; {hint}") from None
 
